@@ -412,7 +412,7 @@ def rollback_checkpoint(
 
     Args:
         folder: Folder of the run's checkpoints.
-        failed_step: Step of a rollback after which nothing was saved; None if there is none.
+        failed_step: Step of a rollback after which nothing was saved, or None.
         say: Prints the checkpoints that are skipped.
     """
     if failed_step is not None:

@@ -135,11 +135,7 @@ def _code_error(error: Exception, path: Path | str) -> LoadError | None:
 
 
 def _refuse_changed(path: Path | str) -> None:
-    """Refuse an export whose files differ from its SHA256SUMS.
-
-    Raises:
-        LoadError: If a file differs.
-    """
+    """Refuse an export whose files differ from its SHA256SUMS."""
     try:
         if _is_local(path):
             refuse_changed(path)

@@ -253,7 +253,7 @@ def _start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # proc(5): fields 3 (state), 4, … after the name, which stands in parentheses.
+    # proc(5): fields 3 (state), 4, … after the name in parentheses.
     fields = stat.rpartition(")")[2].split()
     return -1 if fields[0] == "Z" else int(fields[22 - 3])
 

@@ -96,7 +96,7 @@ def list_export_files(folder: Path) -> set[str]:
 
 
 def describe_foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
-    """Return the names of files that fprnn did not write, for a message; "" if there are none.
+    """Return the names of files that fprnn did not write, for a message, or "".
 
     Args:
         is_ours: Tells whether fprnn wrote a file, given its path relative to `folder`.

@@ -113,12 +113,9 @@ def looks_local(name: Path | str) -> bool:
 
 
 def _check_on_hub(name: str) -> None:
-    """Refuse a name without a local copy that the hub does not have, or cannot confirm in time.
+    """Refuse a name without a local copy if the hub lacks it or does not respond in time.
 
     The loaders of transformers would retry for more than a minute.
-
-    Raises:
-        PathError: If the name is invalid, the hub does not have it, or the hub does not respond.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError

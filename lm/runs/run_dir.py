@@ -207,11 +207,7 @@ class RunDir:
         self.save_config(cfg)
 
     def _refuse_lost_checkpoints(self) -> None:
-        """Refuse a run whose checkpoints were deleted: it would overwrite its log from step 1.
-
-        Raises:
-            RunDirError: If the run has saved checkpoints, but they are gone.
-        """
+        """Refuse a run whose checkpoints were deleted: it would overwrite its log from step 1."""
         paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         if any(not path.name.endswith(".partial") for path in paths):
             return
@@ -356,16 +352,7 @@ def _flatten(tree: dict, prefix: str = "") -> dict:
 
 
 def _check_resumed_config(cfg: Run, old_path: Path, say: Callable[[str], None]) -> None:
-    """Refuse changed keys that a resumed run must not change, and print other changes.
-
-    Args:
-        cfg: Config to continue with.
-        old_path: config.yaml that the run was trained with.
-        say: Prints a note.
-
-    Raises:
-        RunDirError: If the run has another config.
-    """
+    """Compare with the config in `old_path`: refuse forbidden changes, and print other changes."""
     # The schema fills in keys that are newer than the run.
     old_cfg = build(load_tree(old_path), str(old_path), type(cfg))
     changes = find_config_changes(old_cfg, cfg)

@@ -133,10 +133,8 @@ def _format_validation(record: dict) -> str:
     if isinstance(validation, dict) and is_number(validation.get("loss")):
         bits = validation.get("bits_per_byte")
         return f"{validation['loss']:.3f}" + (f" ({bits:.3f} bits/byte)" if is_number(bits) else "")
-    synthetic_validation = record.get("valid")
-    scores = None
-    if isinstance(synthetic_validation, dict):
-        scores = synthetic_validation.get("metrics")
+    valid = record.get("valid")  # a validation of a synthetic task
+    scores = valid.get("metrics") if isinstance(valid, dict) else None
     for name, value in scores.items() if isinstance(scores, dict) else ():
         if is_number(value):
             return f"{name} {value:.3f}"

@@ -24,7 +24,7 @@ from lm.data.sources.open import is_validation
 from lm.data.sources.readers import Readers
 
 DOCUMENTS_AT_A_TIME = 64  # tokenised in one call
-AUTO_STREAMS = 16  # `data.streams: auto` gives at most so many streams, or one per rank
+AUTO_STREAMS = 16  # maximum for `data.streams: auto`, unless there are more ranks
 AUTO_WORKERS = 2  # threads per rank for `data.workers: auto` and text from the hub
 
 
@@ -244,14 +244,7 @@ class StreamLoader:
             stream.load_state_dict(state["streams"][number])
 
     def _rank_streams(self, count: int) -> list[int]:
-        """Return the numbers of this rank's streams, in the order in which it draws from them.
-
-        Args:
-            count: Number of streams of the run.
-
-        Raises:
-            DataError: If the ranks do not divide the number of streams.
-        """
+        """Return the numbers of this rank's streams, in the order in which it draws from them."""
         if count % self._world_size:
             divisors = [str(ranks) for ranks in range(1, count + 1) if count % ranks == 0]
             raise DataError(

@@ -107,11 +107,7 @@ def format_bits_per_byte(bits: float | None) -> str:
 
 
 def _decoder_types(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    """Return the types of the parts of the decoder, which turns tokens into text.
-
-    Raises:
-        UncountableError: If a token's vocabulary entry does not determine its bytes.
-    """
+    """Return the types of the parts of the decoder, which turns tokens into text."""
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
         raise UncountableError("the tokenizer has no decoder, so the text of a token is not known")
@@ -129,13 +125,7 @@ def _decoder_types(tokenizer: PreTrainedTokenizerFast) -> set[str]:
 
 
 def _decode_piece(piece: str, decoder_types: set[str], is_added: bool) -> bytes:
-    """Return the text of a token inside a document as bytes.
-
-    Args:
-        piece: Vocabulary entry of the token.
-        decoder_types: As `_decoder_types` returns them.
-        is_added: True for a token that was added to the vocabulary as plain text.
-    """
+    """Return the bytes of a token inside a document; `piece` is its vocabulary entry."""
     if "ByteLevel" in decoder_types:
         has_byte_characters = not is_added and BYTE_OF_CHARACTER.keys() >= set(piece)
         return bytes(BYTE_OF_CHARACTER[c] for c in piece) if has_byte_characters else piece.encode()
@@ -145,11 +135,7 @@ def _decode_piece(piece: str, decoder_types: set[str], is_added: bool) -> bytes:
 
 
 def _count_text(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: str) -> int | None:
-    """Count the bytes of a text from its tokens.
-
-    Raises:
-        UncountableError: If the tokenizer cannot read the text.
-    """
+    """Count the bytes of a text from its tokens."""
     try:
         ids = encode_documents(tokenizer, [text], leading_eos=True)
     except Exception as e:  # `tokenizers` raises no subclass, e.g. for a character without a token
@@ -160,11 +146,7 @@ def _count_text(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text:
 def _check_lossless(
     tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added_tokens: list[str]
 ) -> None:
-    """Raise UncountableError if a text is not reproduced, or its bytes are miscounted.
-
-    Args:
-        added_tokens: Added tokens that are not special.
-    """
+    """Raise UncountableError if a text is not reproduced, or its bytes are miscounted."""
     backend = tokenizer.backend_tokenizer
     for text in (*TEXTS, *(f"a {token} b" for token in added_tokens if SPACE not in token)):
         count = _count_text(tokenizer, text_bytes, text)

@@ -127,13 +127,7 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
 
 
 def require_unchanged(entry: Path, current_entry: Path, sources: Iterable[Data]) -> None:
-    """Raise DataError if the text changed while it was read.
-
-    Args:
-        entry: Cache entry of the text before it was read.
-        current_entry: Its entry now, which differs if the text has changed.
-        sources: Sections `data` of the sources, for the message.
-    """
+    """Raise DataError if the entry of a text changed while it was read: then the text changed."""
     if current_entry != entry:
         paths = ", ".join(str(data.path) for data in sources if data.path)
         raise DataError(

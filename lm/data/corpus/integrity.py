@@ -116,7 +116,8 @@ def checksums(paths: Iterable[Path], record: Path, min_trusted_bytes: int = 0) -
     for path in sorted(set(paths)):
         state = file_state(path)
         entry = records.get(str(path))
-        if isinstance(entry, list) and entry[:1] == [state] and state[0] >= min_trusted_bytes:
+        is_trusted = state[0] >= min_trusted_bytes
+        if is_trusted and isinstance(entry, list) and entry[:1] == [state]:
             sums[path] = entry[1]
         else:
             unread[path] = state

@@ -124,7 +124,7 @@ def prepare_ahead(
     root = cache.root(cfg.data)
     if root is None:
         raise DataError(
-            "data.cache_dir is null, so each run directory has its own corpus and none can be"
+            "data.cache_dir is null, so each run directory has its own corpus, which cannot be"
             " prepared ahead of a run; set data.cache_dir to a folder, or auto"
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
@@ -175,16 +175,7 @@ def _find_or_make(
     record: Record | None,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Return the folder of a run's corpus, which is made if it is missing.
-
-    Args:
-        folder: Folder of the record, in RUN/data.
-        record: Record of a run that is continued; None for a new run.
-
-    Raises:
-        DataError: If the source cannot be read, or a recorded corpus is missing and the source has
-            another text now.
-    """
+    """Return the folder of a run's corpus, which is made if it is missing."""
     if record is not None and (entry := _find_corpus(folder, record)):
         return entry
     root = cache.root(data) or folder
@@ -213,11 +204,7 @@ def _find_or_make(
 def _make_entry(
     entry: Path, data: Data, tokenizer: PreTrainedTokenizerFast, progress: ProgressCallback | None
 ) -> bool:
-    """Make a corpus unless it exists; return True if this call made it.
-
-    Raises:
-        DataError, OutputError: As `prepare`.
-    """
+    """Make a corpus unless it exists; return True if this call made it."""
 
     def check_source() -> None:
         cache.require_unchanged(entry, cache.corpus_folder(entry.parent, data, tokenizer), [data])
@@ -239,11 +226,7 @@ def _make_entry(
 
 
 def _read_entry(entry: Path) -> Meta:
-    """Read the meta.json of a corpus that was just found or made.
-
-    Raises:
-        DataError: If it is damaged, or was deleted since.
-    """
+    """Read the meta.json of a corpus that was just found or made."""
     meta = read_meta(entry)
     if meta is None:
         raise DataError(f"{entry}, the prepared corpus, was deleted: start again to make it again")
@@ -274,11 +257,7 @@ def _find_corpus(folder: Path, record: Record | None) -> Path | None:
 
 
 def _read_record(folder: Path) -> Record | None:
-    """Read corpus.json; return None if the file does not exist.
-
-    Raises:
-        DataError: If it is damaged.
-    """
+    """Read corpus.json; return None if the file does not exist."""
     path = folder / RECORD
     if not path.exists():
         return None

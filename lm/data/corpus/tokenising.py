@@ -81,11 +81,7 @@ def tokenise(
 
 
 def _batches(data: Data, writers: dict[str, integrity.TokenWriter]) -> Iterator[list[str]]:
-    """Yield batches of documents; stop a stream when enough validation tokens are written.
-
-    Raises:
-        DataError: If the source cannot be read.
-    """
+    """Yield batches of documents; stop a stream when enough validation tokens are written."""
     texts = iter(iter_documents(data))
     required_tokens = (data.val_tokens or STREAM_VAL_TOKENS) + 1  # the first one is no target
     while batch := list(itertools.islice(texts, DOCUMENTS_AT_A_TIME)):
@@ -101,12 +97,7 @@ def _write_documents(
     writers: dict[str, integrity.TokenWriter],
     counts: dict[str, int],
 ) -> None:
-    """Write the tokens of each document to the file of its split, and count the documents.
-
-    Raises:
-        DataError: If the tokenizer returns an id beyond its vocabulary.
-        OutputError: If the disk is full or not writable.
-    """
+    """Write the tokens of each document to the file of its split, and count the documents."""
     documents_by_split: dict[str, list[str]] = {split: [] for split in SPLITS}
     for text in texts:
         split = "val" if is_validation(text, data.val_fraction) else "train"

@@ -76,11 +76,7 @@ def new_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
 
 
 def _load_saved(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer that `save` has written.
-
-    Raises:
-        DataError: If a file is damaged or was changed.
-    """
+    """Load a tokenizer that `save` has written."""
     try:
         mismatch = checksums.describe_mismatch(folder, checksums.read_sums(folder))
     except (OSError, ValueError) as e:
@@ -219,11 +215,7 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _load(name: str, tokenizer_class: Any, **options: bool) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from a folder or the hub, with a class of transformers.
-
-    Raises:
-        DataError: If the class cannot load the tokenizer, or would have to run its code.
-    """
+    """Load a tokenizer from a folder or the hub, with a class of transformers."""
     try:
         return tokenizer_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as e:  # the loaders raise many types, including a bare Exception

@@ -105,11 +105,7 @@ def _product(a: Group, b: Group) -> Group:
 
 
 def _order(name: str) -> int:
-    """Return the number of elements; above MAX_ORDER it may be a lower bound.
-
-    Raises:
-        DataError: If there is no group of this name.
-    """
+    """Return the number of elements; above MAX_ORDER it may be a lower bound."""
     order = 1
     for part in name.split("_x_"):
         if not re.fullmatch(r"[SAZ][1-9][0-9]{0,5}|D[3-9]", part):

@@ -201,11 +201,7 @@ class RowGroups:
         return count
 
     def _read_texts(self, file: int, row_group: int) -> pa.Array:
-        """Return the texts of a row group, shape (rows,); fetch them again if they are damaged.
-
-        Raises:
-            DataError: If the second copy is damaged as well: then the file on the hub is damaged.
-        """
+        """Return the texts of a row group, shape (rows,); fetch damaged texts a second time."""
         import pyarrow as pa
 
         metadata = self._footer(file)
@@ -290,11 +286,7 @@ class RowGroups:
         return retry(f"reading bytes {start} to {stop} of {path}", attempt)
 
     def _download(self, file: int) -> Path:
-        """Return the local copy of a file after verifying its sha256; download it if it is missing.
-
-        Raises:
-            DataError: If two downloads differ from the hub's sha256, or the download fails.
-        """
+        """Return the verified local copy of a file; download it if it is missing."""
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import disable_progress_bars
 

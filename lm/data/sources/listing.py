@@ -127,9 +127,6 @@ def _list_matches(pattern: Path) -> Listing:
 
     Leading folders that exist are taken literally: if a folder `part[1]` exists, `part[1]/*.txt`
     reads it, and not `part1`.
-
-    Raises:
-        DataError: If a folder cannot be read, or `**` is only a part of a name.
     """
     base = next(folder for folder in pattern.parents if folder.is_dir())
     parts = pattern.parts[len(base.parts) :]  # the parts of the pattern below `base`
@@ -169,9 +166,6 @@ def _walk(base: Path, max_depth: int | None = None) -> Iterator[Path]:
 
     Args:
         max_depth: Maximum number of parts in the path of a file relative to `base`; None: no limit.
-
-    Raises:
-        DataError: If a folder cannot be read.
     """
     for folder, subfolders, names in os.walk(base, followlinks=True, onerror=_raise_unreadable):
         path = Path(folder)

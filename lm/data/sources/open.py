@@ -121,7 +121,7 @@ def cut_at_blank_lines(text: str) -> Iterator[str]:
     while len(text) - start > MAX_DOCUMENT:
         min_end, max_end = start + MIN_DOCUMENT, start + MAX_DOCUMENT
         blank_lines = BLANK_LINES.search(text, min_end, max_end)
-        line_end = text.rfind("\n", min_end, max_end)  # -1 if there is none
+        line_end = text.rfind("\n", min_end, max_end)  # -1 without a line end
         end = blank_lines.end() if blank_lines else line_end + 1 or max_end
         yield text[start:end]
         start = end
@@ -142,11 +142,7 @@ def _read_text(path: Path, _field: str) -> Iterator[str]:
 
 
 def _iter_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, decompressed according to its ending.
-
-    Raises:
-        DataError: If the file cannot be read, or is truncated.
-    """
+    """Yield the lines of a file, decompressed according to its ending."""
     import pyarrow as pa  # supports all COMPRESSIONS; Python 3.11 has no zstd
 
     compression = COMPRESSIONS.get(path.suffix.lower())

@@ -9,10 +9,10 @@ class LocalShard:
     """Documents of a local source, sharded and resumable like HubDocuments."""
 
     def __init__(self, data, shard=(0, 1), state=None, order=None):
-        self._read = state["read"] if state else 0
+        self._read_count = state["read"] if state else 0
         index, count = shard
         self._texts = itertools.islice(
-            iter_documents(data), index + self._read * count, None, count
+            iter_documents(data), index + self._read_count * count, None, count
         )
 
     def __iter__(self):
@@ -20,8 +20,8 @@ class LocalShard:
 
     def __next__(self):
         text = next(self._texts)
-        self._read += 1
+        self._read_count += 1
         return text
 
     def state_dict(self):
-        return {"read": self._read}
+        return {"read": self._read_count}

@@ -100,46 +100,54 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}  # noqa: RUF012
-    faults: list[tuple[str, int]] = []  # noqa: RUF012 (pattern, status) each used once
+    faults: list[tuple[str, int]] = []  # noqa: RUF012 (pattern of a path, status), each used once
     served: list[tuple[str, int]] = []  # noqa: RUF012 (path, bytes) of every response with a body
-    sha256: dict[str, str] = {}  # noqa: RUF012 (of the files in LFS)
-    breaks: list[int] = []  # noqa: RUF012 (offsets in a file; a bit of each is flipped once)
-    sha = "a" * 40
+    sha256: dict[str, str] = {}  # noqa: RUF012 {name of a file in LFS: sha256}
+    flips: list[int] = []  # noqa: RUF012 (offsets in files; a bit of each byte is flipped once)
+    commit = "a" * 40
     is_silent = False  # if True, requests for parquet files get no response
 
     def do_GET(self):
-        self.answer(body=True)
+        self.answer(has_body=True)
 
     def do_HEAD(self):
-        self.answer(body=False)
+        self.answer(has_body=False)
 
-    def answer(self, body: bool):
+    def answer(self, has_body: bool):
         path = unquote(self.path.partition("?")[0])
         while Hub.is_silent and path.endswith(".parquet"):
             time.sleep(0.05)
         for fault in self.faults:
-            if re.search(fault[0], path):
+            pattern, status = fault
+            if re.search(pattern, path):
                 self.faults.remove(fault)
-                return self.reply(fault[1], b"", body)
+                return self.reply(status, b"", has_body)
         if match := re.fullmatch(rf"/datasets/{REPO}/resolve/[^/]+/(.*)", path):
             if match[1] not in self.files:
-                return self.reply(404, b"", body, {"X-Error-Code": "EntryNotFound"})
-            return self.file(self.files[match[1]], body)
+                return self.reply(404, b"", has_body, {"X-Error-Code": "EntryNotFound"})
+            return self.reply_file(self.files[match[1]], has_body)
         if match := re.fullmatch(rf"/api/datasets/{REPO}/tree/[^/]+/?(.*)", path):
-            entries = self.tree(match[1], recursive="recursive=true" in self.path.lower())
+            entries = self.list_tree(match[1], recursive="recursive=true" in self.path.lower())
             if not entries:
-                return self.reply(404, b"{}", body, {"X-Error-Code": "EntryNotFound"})
-            return self.json(entries, body)
+                return self.reply(404, b"{}", has_body, {"X-Error-Code": "EntryNotFound"})
+            return self.reply_json(entries, has_body)
         if re.fullmatch(rf"/api/datasets/{REPO}/paths-info/.*", path):
             length = int(self.headers.get("Content-Length") or 0)
-            return self.json([], body) if not length else self.reply(404, b"{}", body)
+            return self.reply_json([], has_body) if not length else self.reply(404, b"{}", has_body)
         if path.startswith(f"/api/datasets/{REPO}"):
             siblings = [{"rfilename": name} for name in self.files]
-            info = {"id": REPO, "sha": self.sha, "private": False, "siblings": siblings, "tags": []}
-            return self.json(info | {"downloads": 0, "likes": 0}, body)
-        self.reply(200 if path == "/" else 404, b"", body)
+            info = {
+                "id": REPO,
+                "sha": self.commit,
+                "private": False,
+                "siblings": siblings,
+                "tags": [],
+            }
+            return self.reply_json(info | {"downloads": 0, "likes": 0}, has_body)
+        self.reply(200 if path == "/" else 404, b"", has_body)
 
-    def tree(self, folder: str, recursive: bool) -> list[dict]:
+    def list_tree(self, folder: str, recursive: bool) -> list[dict]:
+        """Return the entries of a folder in the form of the hub's API."""
         prefix = folder + "/" if folder else ""
         folders = set()
         files = []
@@ -161,29 +169,29 @@ class Hub(BaseHTTPRequestHandler):
     def etag(data: bytes) -> str:
         return hashlib.sha1(data).hexdigest()
 
-    def file(self, data: bytes, body: bool):
+    def reply_file(self, data: bytes, has_body: bool):
         headers = {"ETag": f'"{self.etag(data)}"', "Accept-Ranges": "bytes"}
         byte_range = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         first, last = 0, len(data) - 1
         if byte_range:
             first, last = int(byte_range[1]), min(int(byte_range[2] or last), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-        piece = bytearray(data[first : last + 1])
-        for place in [place for place in self.breaks if body and first <= place <= last]:
-            self.breaks.remove(place)
-            piece[place - first] ^= 4
-        self.reply(206 if byte_range else 200, bytes(piece), body, headers)
+        content = bytearray(data[first : last + 1])
+        for offset in [flip for flip in self.flips if has_body and first <= flip <= last]:
+            self.flips.remove(offset)
+            content[offset - first] ^= 4
+        self.reply(206 if byte_range else 200, bytes(content), has_body, headers)
 
-    def json(self, value, body: bool):
-        self.reply(200, json.dumps(value).encode(), body, {"Content-Type": "application/json"})
+    def reply_json(self, value, has_body: bool):
+        self.reply(200, json.dumps(value).encode(), has_body, {"Content-Type": "application/json"})
 
-    def reply(self, status: int, data: bytes, body: bool, headers: dict | None = None):
+    def reply(self, status: int, data: bytes, has_body: bool, headers: dict | None = None):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        for name, value in ({"X-Repo-Commit": self.sha} | (headers or {})).items():
+        for name, value in ({"X-Repo-Commit": self.commit} | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
-        if body:
+        if has_body:
             self.served.append((unquote(self.path), len(data)))
             self.wfile.write(data)
 
@@ -197,9 +205,9 @@ def serving(files: dict[str, bytes]):
     Hub.files = {"README.md": README.encode()} | files
     Hub.faults = []
     Hub.served = []
-    Hub.breaks = []
+    Hub.flips = []
     Hub.sha256 = {}
-    Hub.sha = "a" * 40
+    Hub.commit = "a" * 40
     Hub.is_silent = False
     yield environment()
     Hub.is_silent = False

@@ -15,32 +15,32 @@ from lm.data.corpus.prepare import prepare
 from lm.data.corpus.tokenizer import load_tokenizer
 
 
-def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
+def main(config_json: str, kill_at: str, pause_s: str, go_file: str) -> None:
     """Prepare the corpus of a config; print the progress and the checksums as JSON.
 
     Args:
-        cfg: Config as JSON.
+        config_json: Config as JSON.
         kill_at: Number of documents after which the process kills itself; 0: never.
-        pause: Seconds after each batch of ten documents.
-        go: File that the process waits for before it begins.
+        pause_s: Seconds of sleep after each batch of ten documents.
+        go_file: File that the process waits for before it begins.
     """
     tokenising.DOCUMENTS_AT_A_TIME = 10
-    config = build(json.loads(cfg))
-    seen = []
+    cfg = build(json.loads(config_json))
+    document_counts = []
 
     def progress(documents: int, _tokens: int) -> None:
-        seen.append(documents)
+        document_counts.append(documents)
         if int(kill_at) and documents >= int(kill_at):
             print("killed", documents, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(float(pause))
+        time.sleep(float(pause_s))
 
-    tokenizer = load_tokenizer(config, config.run_dir)
+    tokenizer = load_tokenizer(cfg, cfg.run_dir)
     print("ready", flush=True)
-    while not Path(go).exists():
+    while not Path(go_file).exists():
         time.sleep(0.005)
-    corpus = prepare(config, tokenizer, Path(config.run_dir), progress)
-    print(json.dumps({"seen": seen, "sha256": corpus.meta.sha256}))
+    corpus = prepare(cfg, tokenizer, Path(cfg.run_dir), progress)
+    print(json.dumps({"document_counts": document_counts, "sha256": corpus.meta.sha256}))
 
 
 if __name__ == "__main__":

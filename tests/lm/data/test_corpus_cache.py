@@ -25,17 +25,17 @@ from tests.running import FORKS, ROOT, fprnn
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def cache_dir(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path / "default"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def cached(cfg, jsonl, tmp_path, folder):
+def cfg(cfg, jsonl, tmp_path, cache_dir):
     """Config of a run with its own copy of the text and its own cache."""
     cfg.data.path = str(tmp_path / "mine.jsonl")
     shutil.copy(jsonl, cfg.data.path)
-    cfg.data.cache_dir = str(folder)
+    cfg.data.cache_dir = str(cache_dir)
     return cfg
 
 
@@ -50,8 +50,8 @@ def prepare_and_count(cfg, bpe) -> tuple:
     return corpus, len(calls)
 
 
-def entries(folder, kind: str = "corpus") -> list:
-    return sorted(folder.glob(f"{kind}-*"))
+def list_entries(cache_dir, kind: str = "corpus") -> list:
+    return sorted(cache_dir.glob(f"{kind}-*"))
 
 
 def read_record(cfg) -> dict:
@@ -88,56 +88,56 @@ def finish(started: tuple[ForkedProcess, Path]) -> tuple[str, dict]:
     return " ".join(" ".join(lines).split()), json.loads(last)
 
 
-def test_runs_share_a_corpus(cached, bpe, folder):
-    corpus, calls = prepare_and_count(cached, bpe)
-    assert calls and len(entries(folder)) == 1
-    assert [p.name for p in (cached.run_dir / "data").iterdir()] == ["corpus.json"]
-    second = other_run(cached, "second")
+def test_runs_share_a_corpus(cfg, bpe, cache_dir):
+    corpus, calls = prepare_and_count(cfg, bpe)
+    assert calls and len(list_entries(cache_dir)) == 1
+    assert [p.name for p in (cfg.run_dir / "data").iterdir()] == ["corpus.json"]
+    second = other_run(cfg, "second")
     second_corpus, calls = prepare_and_count(second, bpe)
     assert not calls and second_corpus.meta == corpus.meta
     assert second_corpus.train[:].tolist() == corpus.train[:].tolist()
-    assert read_record(cached) == read_record(second)
-    assert read_record(second)["corpus"] == str(entries(folder)[0])
+    assert read_record(cfg) == read_record(second)
+    assert read_record(second)["corpus"] == str(list_entries(cache_dir)[0])
     train, validation = build(second, bpe, second.run_dir)
     assert next(train)["input_ids"].shape == (3, 16) and validation
 
 
-def test_cache_and_run_directory_have_the_same_corpus(cached, bpe):
-    corpus, _ = prepare_and_count(cached, bpe)
-    uncached = other_run(cached, "uncached", cache_dir=None)
+def test_cache_and_run_directory_have_the_same_corpus(cfg, bpe):
+    corpus, _ = prepare_and_count(cfg, bpe)
+    uncached = other_run(cfg, "uncached", cache_dir=None)
     run_corpus, _ = prepare_and_count(uncached, bpe)
     assert run_corpus.meta.sha256 == corpus.meta.sha256
     record = read_record(uncached)
     assert (uncached.run_dir / "data" / record["corpus"] / "train.bin").exists()
-    uncached.data.cache_dir = cached.data.cache_dir  # does not move the corpus of a run
+    uncached.data.cache_dir = cfg.data.cache_dir  # does not move the corpus of a run
     _, calls = prepare_and_count(uncached, bpe)
     assert not calls and read_record(uncached) == record
 
 
-def test_address_depends_only_on_content(cached, bpe, folder, tmp_path):
-    entry = cache.corpus_folder(folder, cached.data, bpe)
+def test_address_depends_only_on_content(cfg, bpe, cache_dir, tmp_path):
+    entry = cache.corpus_folder(cache_dir, cfg.data, bpe)
     moved = tmp_path / "folder" / "other_name.jsonl"
     moved.parent.mkdir()
-    shutil.copy(cached.data.path, moved)
-    os.utime(cached.data.path, (1, 1))
-    for path in (cached.data.path, str(moved), str(moved.parent)):
-        data = cached.data.model_copy(update={"path": path, "seq_len": 8})
-        assert cache.corpus_folder(folder, data, bpe) == entry
+    shutil.copy(cfg.data.path, moved)
+    os.utime(cfg.data.path, (1, 1))
+    for path in (cfg.data.path, str(moved), str(moved.parent)):
+        data = cfg.data.model_copy(update={"path": path, "seq_len": 8})
+        assert cache.corpus_folder(cache_dir, data, bpe) == entry
 
 
 @pytest.mark.parametrize("change", ["a file", "one byte", "split", "leading_eos", "tokenizer"])
-def test_other_content_has_another_entry(cached, bpe, folder, change, byte_tokenizer):
-    old_corpus, _ = prepare_and_count(cached, bpe)
-    second, tokenizer = other_run(cached, "second"), bpe
+def test_other_content_has_another_entry(cfg, bpe, cache_dir, change, byte_tokenizer):
+    old_corpus, _ = prepare_and_count(cfg, bpe)
+    second, tokenizer = other_run(cfg, "second"), bpe
     if change == "a file":
-        with open(cached.data.path, "a") as file:
+        with open(cfg.data.path, "a") as file:
             file.write('{"text": "one more"}\n')
     elif change == "one byte":
-        with open(cached.data.path, "r+b") as file:
+        with open(cfg.data.path, "r+b") as file:
             stat = os.fstat(file.fileno())
             file.seek(12)
             file.write(b"X")
-        os.utime(cached.data.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        os.utime(cfg.data.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     elif change == "split":
         second.data.val_fraction = 0.3
     elif change == "leading_eos":
@@ -146,30 +146,30 @@ def test_other_content_has_another_entry(cached, bpe, folder, change, byte_token
         second.tokenizer.name = str(byte_tokenizer)
         tokenizer = tokenizers.load_tokenizer(second, second.run_dir)
     new_corpus, calls = prepare_and_count(second, tokenizer)
-    assert calls and new_corpus.meta != old_corpus.meta and len(entries(folder)) == 2
-    assert open_corpus(cached.run_dir).meta == old_corpus.meta
+    assert calls and new_corpus.meta != old_corpus.meta and len(list_entries(cache_dir)) == 2
+    assert open_corpus(cfg.run_dir).meta == old_corpus.meta
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_file_that_grows_while_it_is_read_is_refused(cached, bpe, folder):
+def test_file_that_grows_while_it_is_read_is_refused(cfg, bpe, cache_dir):
     """Otherwise the entry would not match its address."""
     calls = []
 
     def grow(*done):
         calls.append(done)
         if len(calls) == 3:
-            with open(cached.data.path, "a") as file:
+            with open(cfg.data.path, "a") as file:
                 file.write('{"text": "one more document"}\n')
 
     with pytest.raises(DataError, match=r"mine\.jsonl changed while it was read"):
-        prepare(cached, bpe, cached.run_dir, grow)
+        prepare(cfg, bpe, cfg.run_dir, grow)
     assert len(calls) == 21
-    assert not list(folder.rglob("*.bin"))
-    corpus, calls = prepare_and_count(cached, bpe)
+    assert not list(cache_dir.rglob("*.bin"))
+    corpus, calls = prepare_and_count(cfg, bpe)
     assert calls and corpus.meta.documents == 201
 
 
-def test_tokenizer_of_a_changing_text_is_refused(cached, folder, monkeypatch):
+def test_tokenizer_of_a_changing_text_is_refused(cfg, cache_dir, monkeypatch):
     def train(cfg):
         tokenizer = train_bpe(cfg)
         os.truncate(cfg.data.path, 4000)
@@ -178,193 +178,194 @@ def test_tokenizer_of_a_changing_text_is_refused(cached, folder, monkeypatch):
     train_bpe = tokenizers.train_bpe
     monkeypatch.setattr(tokenizers, "train_bpe", train)
     with pytest.raises(DataError, match="changed while it was read"):
-        tokenizers.new_tokenizer(cached)
-    assert not list(folder.rglob("tokenizer.json"))
+        tokenizers.new_tokenizer(cfg)
+    assert not list(cache_dir.rglob("tokenizer.json"))
 
 
-def test_relative_cache_moves_with_its_runs(cached, bpe, tmp_path, monkeypatch):
+def test_relative_cache_moves_with_its_runs(cfg, bpe, tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
-    cached.out_dir, cached.data.cache_dir = "runs", "cache_dir"
-    meta = prepare_and_count(cached, bpe)[0].meta
-    assert read_record(cached)["corpus"].startswith("../../../cache_dir/corpus-")
+    cfg.out_dir, cfg.data.cache_dir = "runs", "cache_dir"
+    meta = prepare_and_count(cfg, bpe)[0].meta
+    assert read_record(cfg)["corpus"].startswith("../../../cache_dir/corpus-")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "project").rename("moved")
-    assert open_corpus(tmp_path / "moved" / cached.run_dir).meta == meta
+    assert open_corpus(tmp_path / "moved" / cfg.run_dir).meta == meta
 
 
-def test_bpe_is_trained_once_and_saved_in_each_run(cached, folder, monkeypatch):
+def test_bpe_is_trained_once_and_saved_in_each_run(cfg, cache_dir, monkeypatch):
     calls, original = [], tokenizers.train_bpe
     monkeypatch.setattr(
         tokenizers, "train_bpe", lambda *args: calls.append(args) or original(*args)
     )
-    runs = [other_run(cached, name) for name in ("a", "b")]
-    for cfg in runs:
-        tokenizer = tokenizers.load_tokenizer(cfg, cfg.run_dir)
-        prepare_and_count(cfg, tokenizer)
-    assert len(calls) == len(entries(folder, "tokenizer")) == len(entries(folder)) == 1
-    shutil.rmtree(folder)
-    paths = [cfg.run_dir / "tokenizer" / "tokenizer.json" for cfg in runs]
+    runs = [other_run(cfg, name) for name in ("a", "b")]
+    for run_cfg in runs:
+        tokenizer = tokenizers.load_tokenizer(run_cfg, run_cfg.run_dir)
+        prepare_and_count(run_cfg, tokenizer)
+    assert len(calls) == len(list_entries(cache_dir, "tokenizer")) == 1
+    assert len(list_entries(cache_dir)) == 1
+    shutil.rmtree(cache_dir)
+    paths = [run_cfg.run_dir / "tokenizer" / "tokenizer.json" for run_cfg in runs]
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    cached.tokenizer.vocab_size = 300
-    assert len(tokenizers.new_tokenizer(cached)) == 300
+    cfg.tokenizer.vocab_size = 300
+    assert len(tokenizers.new_tokenizer(cfg)) == 300
 
 
 @pytest.mark.parametrize("name", ["", "web"])
-def test_corpus_in_a_run_directory_is_no_foreign_file(cached, bpe, name):
+def test_corpus_in_a_run_directory_is_no_foreign_file(cfg, bpe, name):
     """So --overwrite may delete it."""
-    cached.data.cache_dir = None
-    prepare(cached, bpe, cached.run_dir, name=name)
-    assert list(cached.run_dir.rglob("train.bin"))
-    assert describe_foreign_files(cached.run_dir, make_run_file_test(cached.run_dir)) == ""
+    cfg.data.cache_dir = None
+    prepare(cfg, bpe, cfg.run_dir, name=name)
+    assert list(cfg.run_dir.rglob("train.bin"))
+    assert describe_foreign_files(cfg.run_dir, make_run_file_test(cfg.run_dir)) == ""
 
 
-def test_one_process_makes_the_corpus_and_others_wait(cached, folder):
-    runs = [other_run(cached, name) for name in ("a", "b", "c")]
+def test_one_process_makes_the_corpus_and_others_wait(cfg, cache_dir):
+    runs = [other_run(cfg, name) for name in ("a", "b", "c")]
     started = [start_process(cfg, pause=0.2) for cfg in runs]
     release(*started)
     results = [finish(process) for process in started]
-    assert sorted(len(last["seen"]) for _, last in results) == [0, 0, 20]
+    assert sorted(len(last["document_counts"]) for _, last in results) == [0, 0, 20]
     assert len({json.dumps(last["sha256"]) for _, last in results}) == 1
     for output, last in results:
-        if not last["seen"]:
+        if not last["document_counts"]:
             assert "waiting for another process, which makes" in output
-    assert len(entries(folder)) == 1
+    assert len(list_entries(cache_dir)) == 1
 
 
-def test_waiting_process_replaces_a_killed_one(cached, bpe, folder):
-    runs = [other_run(cached, name) for name in ("a", "b")]
+def test_waiting_process_replaces_a_killed_one(cfg, bpe, cache_dir):
+    runs = [other_run(cfg, name) for name in ("a", "b")]
     maker, other = start_process(runs[0], kill_at=100, pause=0.2), start_process(runs[1])
     release(maker)
-    while not list(folder.glob("corpus-*/train.tmp")):
+    while not list(cache_dir.glob("corpus-*/train.tmp")):
         assert maker[0].poll() is None
     with pytest.raises(DataError, match="no prepared corpus"):
         open_corpus(runs[0].run_dir)
     release(other)
     output, last = finish(other)
-    assert "waiting for another process" in output and len(last["seen"]) == 20
+    assert "waiting for another process" in output and len(last["document_counts"]) == 20
     maker[0].communicate(timeout=10)
     assert maker[0].returncode == -signal.SIGKILL
-    uncached, _ = prepare_and_count(other_run(cached, "uncached", cache_dir=None), bpe)
+    uncached, _ = prepare_and_count(other_run(cfg, "uncached", cache_dir=None), bpe)
     assert last["sha256"] == uncached.meta.sha256
     names = "train.bin val.bin meta.json verified.json about.json lock"
-    assert {path.name for path in entries(folder)[0].iterdir()} == set(names.split())
+    assert {path.name for path in list_entries(cache_dir)[0].iterdir()} == set(names.split())
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
 @pytest.mark.parametrize("change", ["one bit", "cut", "missing"])
-def test_damage_is_detected_and_its_cure_works(cached, bpe, folder, name, change):
-    meta = prepare_and_count(cached, bpe)[0].meta
-    (entry,) = entries(folder)
+def test_damage_is_detected_and_its_remedy_works(cfg, bpe, cache_dir, name, change):
+    meta = prepare_and_count(cfg, bpe)[0].meta
+    (entry,) = list_entries(cache_dir)
     raw = bytearray((entry / name).read_bytes())
     raw[0] ^= 128
     (entry / name).write_bytes(raw[: -2 if change == "cut" else None])
     if change == "missing":
         (entry / name).unlink()
     if (name, change) != ("meta.json", "missing"):  # without it the corpus counts as incomplete
-        for run in (cached, other_run(cached, "second")):
+        for run in (cfg, other_run(cfg, "second")):
             with pytest.raises(DataError, match=rf"{name} is damaged: .*; delete {entry}, and"):
                 prepare_and_count(run, bpe)
         shutil.rmtree(entry)
-    corpus, calls = prepare_and_count(cached, bpe)
+    corpus, calls = prepare_and_count(cfg, bpe)
     assert calls and corpus.meta == meta
 
 
-def test_run_keeps_its_corpus_without_the_source(cached, bpe):
-    meta = prepare_and_count(cached, bpe)[0].meta
-    with open(cached.data.path, "a") as file:
+def test_run_keeps_its_corpus_without_the_source(cfg, bpe):
+    meta = prepare_and_count(cfg, bpe)[0].meta
+    with open(cfg.data.path, "a") as file:
         file.write('{"text": "one more"}\n')
-    assert prepare_and_count(cached, bpe)[0].meta == meta
-    os.unlink(cached.data.path)
-    assert prepare_and_count(cached, bpe)[0].meta == meta
+    assert prepare_and_count(cfg, bpe)[0].meta == meta
+    os.unlink(cfg.data.path)
+    assert prepare_and_count(cfg, bpe)[0].meta == meta
 
 
 @pytest.mark.parametrize("source", ["unchanged", "changed", "deleted"])
-def test_missing_corpus_is_made_only_from_the_same_text(cached, bpe, folder, source, capsys):
-    meta = prepare_and_count(cached, bpe)[0].meta
-    shutil.rmtree(folder)
+def test_missing_corpus_is_made_only_from_the_same_text(cfg, bpe, cache_dir, source, capsys):
+    meta = prepare_and_count(cfg, bpe)[0].meta
+    shutil.rmtree(cache_dir)
     with pytest.raises(
         DataError, match=r"missing: continue the run with resume=auto, or call `fprnn"
     ):
-        open_corpus(cached.run_dir)
+        open_corpus(cfg.run_dir)
     if source == "unchanged":
-        assert prepare_and_count(cached, bpe)[0].meta == meta
+        assert prepare_and_count(cfg, bpe)[0].meta == meta
         output = " ".join(capsys.readouterr().out.split())
         assert "is missing: looking for it, or making it again" in output
         return
     if source == "changed":
-        with open(cached.data.path, "a") as file:
+        with open(cfg.data.path, "a") as file:
             file.write('{"text": "one more"}\n')
     else:
-        os.unlink(cached.data.path)
+        os.unlink(cfg.data.path)
     with pytest.raises(DataError, match=r"is missing, and .*[:;] restore .*scratch") as error:
-        prepare_and_count(cached, bpe)
-    assert "\n" not in str(error.value) and not entries(folder)
+        prepare_and_count(cfg, bpe)
+    assert "\n" not in str(error.value) and not list_entries(cache_dir)
 
 
-def test_corpus_with_another_checksum_is_refused(cached, bpe):
-    prepare_and_count(cached, bpe)
-    path = cached.run_dir / "data" / "corpus.json"
-    path.write_text(path.read_text().replace(read_record(cached)["sha256"]["val.bin"], "0" * 64))
+def test_corpus_with_another_checksum_is_refused(cfg, bpe):
+    prepare_and_count(cfg, bpe)
+    path = cfg.run_dir / "data" / "corpus.json"
+    path.write_text(path.read_text().replace(read_record(cfg)["sha256"]["val.bin"], "0" * 64))
     with pytest.raises(DataError, match="was trained on another corpus"):
-        prepare_and_count(cached, bpe)
+        prepare_and_count(cfg, bpe)
     path.write_text("{")
     with pytest.raises(DataError, match=r"corpus.json is damaged: .*delete it"):
-        prepare_and_count(cached, bpe)
+        prepare_and_count(cfg, bpe)
 
 
-def test_node_with_its_own_cache_makes_the_corpus(cached, bpe, folder, tmp_path):
-    meta = prepare_and_count(cached, bpe)[0].meta
-    ensure_on_node(cached, bpe, cached.run_dir)
-    folder.rename(tmp_path / "cache of the first node")
-    ensure_on_node(cached, bpe, cached.run_dir)
-    assert open_corpus(cached.run_dir).meta == meta
-    shutil.rmtree(folder)
-    os.unlink(cached.data.path)
+def test_node_with_its_own_cache_makes_the_corpus(cfg, bpe, cache_dir, tmp_path):
+    meta = prepare_and_count(cfg, bpe)[0].meta
+    ensure_on_node(cfg, bpe, cfg.run_dir)
+    cache_dir.rename(tmp_path / "cache of the first node")
+    ensure_on_node(cfg, bpe, cfg.run_dir)
+    assert open_corpus(cfg.run_dir).meta == meta
+    shutil.rmtree(cache_dir)
+    os.unlink(cfg.data.path)
     with pytest.raises(DataError, match="which is missing, and it cannot be made again"):
-        ensure_on_node(cached, bpe, cached.run_dir)
+        ensure_on_node(cfg, bpe, cfg.run_dir)
 
 
 @pytest.fixture
 def mounted(tmp_path):
     """Folder on a disk of 1 MiB, and a function that remounts it with other options."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    disk = tmp_path / "disk"
+    disk.mkdir()
 
     def mount(options: str) -> subprocess.CompletedProcess:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
         return subprocess.run(command, capture_output=True)
 
     if mount("size=1m").returncode:
         pytest.skip("only root can mount a small disk")
-    yield place, lambda options: mount(f"remount,{options}")
-    subprocess.run(["umount", "-l", place], check=True)
+    yield disk, lambda options: mount(f"remount,{options}")
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_full_disk_is_an_error_until_there_is_space(cached, bpe, mounted):
-    place, remount = mounted
-    cached.data.cache_dir = str(place / "cache")
-    with open(cached.data.path, "a") as file:
+def test_full_disk_is_an_error_until_there_is_space(cfg, bpe, mounted):
+    disk, remount = mounted
+    cfg.data.cache_dir = str(disk / "cache")
+    with open(cfg.data.path, "a") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"document {i} " + "of many words " * 30}) + "\n")
     match = r"cannot be written: No space left on device \(a prepared corpus; data.cache_dir, or"
     with pytest.raises(OutputError, match=match) as error:
-        prepare(cached, bpe, cached.run_dir)
-    assert "\n" not in str(error.value) and not list(place.rglob("*.tmp"))
+        prepare(cfg, bpe, cfg.run_dir)
+    assert "\n" not in str(error.value) and not list(disk.rglob("*.tmp"))
     assert remount("size=64m").returncode == 0
-    corpus = prepare(cached, bpe, cached.run_dir)
-    uncached = other_run(cached, "uncached", cache_dir=None)
+    corpus = prepare(cfg, bpe, cfg.run_dir)
+    uncached = other_run(cfg, "uncached", cache_dir=None)
     assert prepare_and_count(uncached, bpe)[0].meta.sha256 == corpus.meta.sha256
 
 
-def test_read_only_cache_can_be_read(cached, bpe, mounted):
-    place, remount = mounted
-    cached.data.cache_dir = str(place)
-    meta = prepare_and_count(cached, bpe)[0].meta
+def test_read_only_cache_can_be_read(cfg, bpe, mounted):
+    disk, remount = mounted
+    cfg.data.cache_dir = str(disk)
+    meta = prepare_and_count(cfg, bpe)[0].meta
     assert remount("ro").returncode == 0
-    second = other_run(cached, "second")
+    second = other_run(cfg, "second")
     assert prepare_and_count(second, bpe)[0].meta == meta  # it exists
-    other = other_run(cached, "other", leading_eos=True)
+    other = other_run(cfg, "other", leading_eos=True)
     with pytest.raises(
         OutputError, match=r"cannot be written: Read-only .*data.cache_dir=null is the"
     ):
@@ -372,13 +373,13 @@ def test_read_only_cache_can_be_read(cached, bpe, mounted):
     remount("rw")
 
 
-def test_preparing_ahead_makes_the_corpus_once(cached, bpe, folder, monkeypatch):
-    results = [prepare_ahead(cached, bpe) for _ in range(2)]
-    (entry,) = entries(folder)
+def test_preparing_ahead_makes_the_corpus_once(cfg, bpe, cache_dir, monkeypatch):
+    results = [prepare_ahead(cfg, bpe) for _ in range(2)]
+    (entry,) = list_entries(cache_dir)
     assert results == [(entry, True), (entry, False)]
-    assert prepare_and_count(cached, bpe)[1] == 0
+    assert prepare_and_count(cfg, bpe)[1] == 0
     with pytest.raises(DataError, match="cache_dir is null"):
-        prepare_ahead(other_run(cached, "x", cache_dir=None), bpe)
+        prepare_ahead(other_run(cfg, "x", cache_dir=None), bpe)
 
 
 def test_command_prepares_each_corpus_of_a_sweep_once(tmp_path):
@@ -387,5 +388,5 @@ def test_command_prepares_each_corpus_of_a_sweep_once(tmp_path):
     sweep.write_text(text + "sweep:\n  optim.lr: [1e-3, 2e-3]\n  data.leading_eos: [true, false]\n")
     process = fprnn("prepare", sweep, **{cache.ENVIRONMENT_VARIABLE: str(tmp_path / "cache")})
     assert process.returncode == 0, process.stderr
-    assert process.stdout.count("bytes, made") == 2 and len(entries(tmp_path / "cache")) == 2
-    assert len(entries(tmp_path / "cache", "tokenizer")) == 1
+    assert process.stdout.count("bytes, made") == 2 and len(list_entries(tmp_path / "cache")) == 2
+    assert len(list_entries(tmp_path / "cache", "tokenizer")) == 1

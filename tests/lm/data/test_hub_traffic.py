@@ -90,7 +90,7 @@ def test_position_keeps_its_commit(large, tmp_path):
     """The dataset gets a new commit while a run is stopped."""
     with serving(large) as hub:
         position, _ = run(SHARDS + RESUME, tmp_path, **hub)
-        old, Hub.sha = Hub.sha, "b" * 40
+        old, Hub.commit = Hub.commit, "b" * 40
         code = f"""
 state = json.loads({position!r})
 source = HubDocuments(data, state=state)
@@ -156,9 +156,9 @@ def test_damaged_response_is_fetched_again(tmp_path):
     name = next(iter(files))
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     with serving(files) as hub:
-        Hub.breaks = [text_column_offset(files[name], 1)]
+        Hub.flips = [text_column_offset(files[name], 1)]
         output, _ = run(SHARDS + READ, tmp_path, **hub)
-    assert output == digest(texts) and not Hub.breaks
+    assert output == digest(texts) and not Hub.flips
 
 
 def test_download_is_compared_with_the_hubs_sha256(tmp_path):
@@ -172,7 +172,7 @@ def test_download_is_compared_with_the_hubs_sha256(tmp_path):
     for is_on_hub in (True, False):
         with serving(files | {name: flip_bit(files[name], offset)} if is_on_hub else files) as hub:
             Hub.sha256 = {name: sha256}
-            Hub.breaks = [] if is_on_hub else [offset]
+            Hub.flips = [] if is_on_hub else [offset]
             output, _ = run(code, tmp_path, **hub)
         last_line = output.splitlines()[-1]
         if is_on_hub:

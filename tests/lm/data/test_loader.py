@@ -146,6 +146,10 @@ def test_stream_resumes_exactly_at_every_point(cfg, bpe, buffer, world_size):
         )
 
 
+def list_rows(batches) -> list[tuple]:
+    return [tuple(row.tolist()) for batch in batches for row in batch["labels"]]
+
+
 def test_unshuffled_stream_has_the_order_of_the_source(cfg, bpe, texts):
     cfg.data.shuffle_buffer = 1
     ids = encode_documents(bpe, [t for t in texts if not is_validation(t, 0.2)])
@@ -156,11 +160,10 @@ def test_unshuffled_stream_has_the_order_of_the_source(cfg, bpe, texts):
 
 def test_stream_shuffles_without_loss(cfg, bpe):
     cfg.data.shuffle_buffer = 1
-    plain = take(stream_loader(cfg, bpe), 90)
+    plain = list_rows(take(stream_loader(cfg, bpe), 90))
     cfg.data.shuffle_buffer = 50
-    shuffled = take(stream_loader(cfg, bpe), 60)
-    rows, order = ([tuple(r.tolist()) for b in x for r in b["labels"]] for x in (plain, shuffled))
-    assert not Counter(order) - Counter(rows) and order != rows[: len(order)]
+    shuffled = list_rows(take(stream_loader(cfg, bpe), 60))
+    assert not Counter(shuffled) - Counter(plain) and shuffled != plain[: len(shuffled)]
 
 
 def test_ranks_of_a_stream_read_different_documents(cfg, bpe, texts):
@@ -268,5 +271,5 @@ def test_every_epoch_of_a_stream_reads_the_same_commit(bpe, texts):
     BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts, revision="run commit")
     assert states[-1] == {"revision": "run commit"}
     # Checkpoints of earlier versions have the commit only in the positions of streams.
-    started = {"position": {"documents": {"revision": "position commit"}}}
-    assert _find_revision({0: {"position": None}, 1: started}) == "position commit"
+    stream_state = {"position": {"documents": {"revision": "position commit"}}}
+    assert _find_revision({0: {"position": None}, 1: stream_state}) == "position commit"

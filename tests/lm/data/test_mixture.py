@@ -35,54 +35,52 @@ from tests.lm.report.test_plan import LM
 from tests.refusals import refused
 
 LENGTH = 4
-TOKENS = {"a": 41, "b": 90, "c": 23}  # 10, 23 and 6 blocks; the last block is padded in b and c
-FIRST = {
-    "a": 0,
-    "b": 1000,
-    "c": 2000,
-}  # first token id of each source, which identifies the source of a target
+# 10, 23 and 6 blocks; the last block is padded in b and c.
+TOKEN_COUNTS = {"a": 41, "b": 90, "c": 23}
+# First token id of each source: token id // 1000 identifies the source.
+FIRST_IDS = {"a": 0, "b": 1000, "c": 2000}
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
-GOLDEN = [0, 0, 1, 2, 0, 1, 0, 2, 0, 0, 1, 1, 2, 0, 1, 2]
+# Sources of the sequences from 250 on, as earlier versions drew them with seed 3.
+OLD_SOURCES = [0, 0, 1, 2, 0, 1, 0, 2, 0, 0, 1, 1, 2, 0, 1, 2]
 
 
-def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None, stages=()):
-    tokens = TOKENS if tokens is None else tokens
-    sources = {
-        name: ShuffledBlocks(np.arange(FIRST[name], FIRST[name] + n), LENGTH, seed, number)
-        for number, (name, n) in enumerate(tokens.items())
-    }
+def make_loader(size=3, rank=0, world_size=1, seed=7, weights=None, token_counts=None, stages=()):
+    sources = {}
+    for index, (name, count) in enumerate((token_counts or TOKEN_COUNTS).items()):
+        tokens = FIRST_IDS[name] + np.arange(count)
+        sources[name] = ShuffledBlocks(tokens, LENGTH, seed, index)
     return MixtureLoader(sources, weights or WEIGHTS, size, seed, rank, world_size, stages)
 
 
-def draw(first, count, seed, weights, *stages) -> np.ndarray:
+def draw_with(first, count, seed, weights, *stages) -> np.ndarray:
     return draw_sources(first, count, seed, [*stages, Stage(-1, weights)])
 
 
-def rows(batches) -> list[list[int]]:
+def label_rows(batches) -> list[list[int]]:
     return [row.tolist() for batch in batches for row in batch["labels"]]
 
 
 def take(batches, count) -> list[list[int]]:
-    return rows(itertools.islice(batches, count))
+    return label_rows(itertools.islice(batches, count))
 
 
-def owner(row: list[int]) -> str:
+def find_source(row: list[int]) -> str:
     return "abc"[row[0] // 1000]
 
 
 def test_every_source_has_its_share_and_its_own_epochs():
-    batches = loader()
+    batches = make_loader()
     drawn = take(batches, 400)
-    count = Counter(map(owner, drawn))
+    count = Counter(map(find_source, drawn))
     for name, weight in WEIGHTS.items():
         # In every stratum a source has its share to within two sequences.
         assert abs(count[name] - 1200 * weight) <= 2 * math.ceil(1200 / STRATUM), name
-        source_rows = [row for row in drawn if owner(row) == name]
-        blocks = -(-(TOKENS[name] - 1) // LENGTH)
-        all_tokens = list(range(FIRST[name] + 1, FIRST[name] + TOKENS[name]))
+        source_rows = [row for row in drawn if find_source(row) == name]
+        blocks = math.ceil((TOKEN_COUNTS[name] - 1) / LENGTH)
+        all_tokens = list(range(FIRST_IDS[name] + 1, FIRST_IDS[name] + TOKEN_COUNTS[name]))
         for epoch in range(len(source_rows) // blocks):
-            part = source_rows[epoch * blocks : (epoch + 1) * blocks]
-            assert sorted(t for row in part for t in row if t != IGNORE) == all_tokens, name
+            epoch_rows = source_rows[epoch * blocks : (epoch + 1) * blocks]
+            assert sorted(t for row in epoch_rows for t in row if t != IGNORE) == all_tokens, name
         first_epoch, second_epoch = source_rows[:blocks], source_rows[blocks : 2 * blocks]
         assert first_epoch != second_epoch
         epochs = batches.source_metrics()["data_epochs"][name]
@@ -93,17 +91,17 @@ def test_every_source_has_its_share_and_its_own_epochs():
 
 @pytest.mark.parametrize("old, new", [((3, 1), (3, 2)), ((3, 2), (1, 3)), ((2, 3), (6, 1))])
 def test_resume_is_exact_on_other_ranks_and_batch_sizes(old, new):
-    expected = take(loader(1), 1500)
+    expected = take(make_loader(1), 1500)
     for count in (0, 1, 42, 90):
         size, world_size = old
-        ranks = [loader(size, r, world_size) for r in range(world_size)]
+        ranks = [make_loader(size, r, world_size) for r in range(world_size)]
         for _ in range(count):
             for rank in ranks:
                 next(rank)
         assert all(rank.state_dict() == ranks[0].state_dict() for rank in ranks)
         state = json.loads(json.dumps(ranks[-1].state_dict()))
         size, world_size = new
-        ranks = [loader(size, r, world_size) for r in range(world_size)]
+        ranks = [make_loader(size, r, world_size) for r in range(world_size)]
         for rank in ranks:
             rank.load_state_dict(state)
         resumed = [row for _ in range(60) for rank in ranks for row in take(rank, 1)]
@@ -111,29 +109,29 @@ def test_resume_is_exact_on_other_ranks_and_batch_sizes(old, new):
         assert resumed == expected[start : start + len(resumed)]
 
 
-def test_sources_depend_only_on_seed_and_place():
+def test_sources_depend_only_on_seed_and_index():
     weights = [0.5, 0.3, 0.2]
-    sources = draw(0, 2000, 3, weights)
-    places = [0, 255, 256, 1999]
-    assert [draw(place, 1, 3, weights)[0] for place in places] == sources[places].tolist()
-    assert np.array_equal(draw(700, 900, 3, weights), sources[700:1600])
-    assert not np.array_equal(draw(0, 2000, 4, weights), sources)
+    sources = draw_with(0, 2000, 3, weights)
+    indices = [0, 255, 256, 1999]
+    assert [draw_with(i, 1, 3, weights)[0] for i in indices] == sources[indices].tolist()
+    assert np.array_equal(draw_with(700, 900, 3, weights), sources[700:1600])
+    assert not np.array_equal(draw_with(0, 2000, 4, weights), sources)
     # The successors of source 0 have the same shares, so there is no pattern.
     successors = sources[1:][sources[:-1] == 0]
     assert np.bincount(successors) / len(successors) == pytest.approx(weights, abs=0.06)
-    assert set(draw(0, 3000, 0, [0.0, 1.0, 0.0])) == {1}
+    assert set(draw_with(0, 3000, 0, [0.0, 1.0, 0.0])) == {1}
     # A share of 1/256 is exactly one sequence in every stratum of 256.
-    strata = draw(0, 20 * STRATUM, 5, [1 / 256, 0.5, 127 / 256]).reshape(20, STRATUM)
+    strata = draw_with(0, 20 * STRATUM, 5, [1 / 256, 0.5, 127 / 256]).reshape(20, STRATUM)
     assert [np.bincount(stratum).tolist() for stratum in strata] == [[1, 128, 127]] * 20
     # Runs of earlier versions continue with the same sources.
-    assert draw(250, 16, 3, weights).tolist() == GOLDEN
+    assert draw_with(250, 16, 3, weights).tolist() == OLD_SOURCES
 
 
 STAGES = [(300, {"a": 1.0}), (720, {"b": 3.0, "c": 1.0})]
 
 
 def test_curriculum_draws_by_the_weights_of_its_stages():
-    sources = [owner(row) for row in take(loader(stages=STAGES), 500)]
+    sources = [find_source(row) for row in take(make_loader(stages=STAGES), 500)]
     assert set(sources[:300]) == {"a"}
     second_stage, rest = Counter(sources[300:720]), Counter(sources[720:])
     assert set(second_stage) == {"b", "c"} and abs(second_stage["b"] / 420 - 0.75) < 0.03
@@ -141,44 +139,44 @@ def test_curriculum_draws_by_the_weights_of_its_stages():
         assert abs(rest[name] / 780 - weight) < 0.03
     # Stages do not change the sources after them.
     assert np.array_equal(
-        draw(10, 990, 3, [0.5, 0.5], Stage(10, [1.0, 0.0])), draw(10, 990, 3, [0.5, 0.5])
+        draw_with(10, 990, 3, [0.5, 0.5], Stage(10, [1.0, 0.0])), draw_with(10, 990, 3, [0.5, 0.5])
     )
 
 
 def test_curriculum_resumes_on_other_ranks_if_unchanged():
-    expected = take(loader(1, stages=STAGES), 1200)
-    old = loader(3, stages=STAGES)
+    expected = take(make_loader(1, stages=STAGES), 1200)
+    old = make_loader(3, stages=STAGES)
     for _ in range(85):
         next(old)
     state = json.loads(json.dumps(old.state_dict()))
-    ranks = [loader(1, rank, 3, stages=STAGES) for rank in range(3)]
+    ranks = [make_loader(1, rank, 3, stages=STAGES) for rank in range(3)]
     for rank in ranks:
         rank.load_state_dict(state)
     resumed = [row for _ in range(200) for rank in ranks for row in take(rank, 1)]
     assert resumed == expected[255 : 255 + 600]
     for other in ((), STAGES[:1], [(301, {"a": 1.0}), STAGES[1]]):
         with pytest.raises(DataError, match=r"has data\.curriculum \["):
-            loader(3, stages=other).load_state_dict(state)
+            make_loader(3, stages=other).load_state_dict(state)
 
 
 def test_ended_stage_stays_ended_after_a_resume():
-    batches = loader(3, stages=STAGES)
+    batches = make_loader(3, stages=STAGES)
     drawn = take(batches, 40)
     assert batches.stage == 0
     batches.end_stage()
     assert batches.stage == 1
     all_rows = drawn + take(batches, 360)
-    assert {owner(row) for row in all_rows[:120]} == {"a"}
-    assert {owner(row) for row in all_rows[120:720]} == {"b", "c"}
+    assert {find_source(row) for row in all_rows[:120]} == {"a"}
+    assert {find_source(row) for row in all_rows[120:720]} == {"b", "c"}
     # The rest equals a run whose configured stage ends there.
-    assert all_rows == take(loader(3, stages=[(120, STAGES[0][1]), STAGES[1]]), 400)
+    assert all_rows == take(make_loader(3, stages=[(120, STAGES[0][1]), STAGES[1]]), 400)
     assert batches.stage == 2  # the last stage ends at 720
-    interrupted = loader(3, stages=STAGES)
+    interrupted = make_loader(3, stages=STAGES)
     drawn = take(interrupted, 40)
     interrupted.end_stage()
     drawn += take(interrupted, 10)
     state = json.loads(json.dumps(interrupted.state_dict()))
-    ranks = [loader(1, rank, 3, stages=STAGES) for rank in range(3)]
+    ranks = [make_loader(1, rank, 3, stages=STAGES) for rank in range(3)]
     for rank in ranks:
         rank.load_state_dict(state)
     assert [rank.stage for rank in ranks] == [1, 1, 1]
@@ -189,29 +187,29 @@ def test_ended_stage_stays_ended_after_a_resume():
 
 
 def test_sources_of_equal_size_have_different_orders():
-    batches = loader(tokens={"a": 81, "b": 81}, weights={"a": 0.5, "b": 0.5})
+    batches = make_loader(token_counts={"a": 81, "b": 81}, weights={"a": 0.5, "b": 0.5})
     orders = {"a": [], "b": []}
     for row in take(batches, 30):
-        orders[owner(row)].append(row[0] % 1000)
+        orders[find_source(row)].append(row[0] % 1000)
     assert sorted(orders["a"][:20]) == sorted(orders["b"][:20])
     assert orders["a"][:20] != orders["b"][:20]
 
 
 def test_state_of_another_mixture_is_refused():
-    state = loader().state_dict()
+    state = make_loader().state_dict()
     with pytest.raises(DataError, match=r"data.mixture.b: weight 0.3, this run has 0.4"):
-        loader(weights=WEIGHTS | {"b": 0.4}).load_state_dict(state)
+        make_loader(weights=WEIGHTS | {"b": 0.4}).load_state_dict(state)
     with pytest.raises(DataError, match=r"data.mixture.b: blocks 23, this run has 24"):
-        loader(tokens=TOKENS | {"b": 94}).load_state_dict(state)
+        make_loader(token_counts=TOKEN_COUNTS | {"b": 94}).load_state_dict(state)
     with pytest.raises(DataError, match=r"data.mixture.c: weight 0.2, this run has None"):
-        loader(tokens={"a": 41, "b": 90}).load_state_dict(state)
+        make_loader(token_counts={"a": 41, "b": 90}).load_state_dict(state)
     with pytest.raises(DataError, match="seed 7, this run has 8"):
-        loader(seed=8).load_state_dict(state)
+        make_loader(seed=8).load_state_dict(state)
     single = single_source_loader(np.arange(50), 4, 3)
     with pytest.raises(DataError, match="belongs to another kind of data"):
         single.load_state_dict(state)
     with pytest.raises(DataError, match="belongs to another kind of data"):
-        loader().load_state_dict(single.state_dict())
+        make_loader().load_state_dict(single.state_dict())
     stream = StreamLoader(Data(streams=1), None, 3)
     for other in (state, single.state_dict()):
         with pytest.raises(DataError, match="belongs to prepared data, and this run streams"):
@@ -298,7 +296,7 @@ def test_overrides_and_sweeps_set_keys_of_a_mixture():
 
 
 @pytest.fixture
-def two(cfg, texts, tmp_path):
+def mixture_cfg(cfg, texts, tmp_path):
     """Config of a mixture: the usual documents, and twenty others under another key."""
     other = tmp_path / "other.jsonl"
     lines = [
@@ -315,54 +313,55 @@ def two(cfg, texts, tmp_path):
     return config.build(tree)
 
 
-def test_sources_are_prepared_and_validated_separately(two, bpe):
-    corpora = prepare_sources(two, bpe, two.run_dir)
+def test_sources_are_prepared_and_validated_separately(mixture_cfg, bpe):
+    corpora = prepare_sources(mixture_cfg, bpe, mixture_cfg.run_dir)
     assert list(corpora) == ["back", "own"]
-    for name, part in configs_by_source(two).items():
-        part.name = f"single-{name}"
-        single = prepare_sources(part, bpe, part.run_dir)[""]
+    for name, source_cfg in configs_by_source(mixture_cfg).items():
+        source_cfg.name = f"single-{name}"
+        single = prepare_sources(source_cfg, bpe, source_cfg.run_dir)[""]
         assert np.array_equal(single.train[:], corpora[name].train[:]) and len(single.train)
-        assert np.array_equal(open_sources(two, two.run_dir)[name].val[:], single.val[:])
+        corpus = open_sources(mixture_cfg, mixture_cfg.run_dir)[name]
+        assert np.array_equal(corpus.val[:], single.val[:])
     assert corpora["own"].meta.documents == 200 and corpora["back"].meta.documents == 20
-    train, validation = build(two, bpe, two.run_dir)
+    train, validation = build(mixture_cfg, bpe, mixture_cfg.run_dir)
     assert train.shares == {"back": 0.25, "own": 0.75}
     for name, corpus in corpora.items():
         labels = [t for batch in validation[name] for t in batch["labels"].flatten().tolist()]
         assert [t for t in labels if t != IGNORE] == corpus.val[1:].tolist()
-    drawn = {tuple(r[:5]) for r in rows(itertools.islice(train, 60))}
+    drawn = {tuple(r[:5]) for r in label_rows(itertools.islice(train, 60))}
     tokens = corpora["own"].train[:].astype(int)
     windows = set(map(tuple, np.lib.stride_tricks.sliding_window_view(tokens, 5).tolist()))
     assert 0.6 < sum(row in windows for row in drawn) / len(drawn) <= 1
 
 
-def test_tokenizer_reads_each_source_by_its_weight(two):
-    two.tokenizer.train_bytes = 1000
-    assert tokenizer_bytes(two) == {"back": 250, "own": 750}
-    texts = list(training_texts(two))
+def test_tokenizer_reads_each_source_by_its_weight(mixture_cfg):
+    mixture_cfg.tokenizer.train_bytes = 1000
+    assert tokenizer_bytes(mixture_cfg) == {"back": 250, "own": 750}
+    texts = list(training_texts(mixture_cfg))
     back_size = sum(len(text) for text in texts if text.endswith("backwards"))
     assert 250 <= back_size < 400 and 750 <= sum(map(len, texts)) - back_size < 1100
-    assert not any(is_validation(text, two.data.val_fraction) for text in texts)
-    two.data.mixture["back"].weight = 0
-    assert not any(t.endswith("backwards") for t in training_texts(two))
+    assert not any(is_validation(text, mixture_cfg.data.val_fraction) for text in texts)
+    mixture_cfg.data.mixture["back"].weight = 0
+    assert not any(t.endswith("backwards") for t in training_texts(mixture_cfg))
 
 
-def test_errors_of_a_source_name_its_key(two, bpe, capsys):
-    two.data.mixture["back"].text_field = "text"
+def test_errors_of_a_source_name_its_key(mixture_cfg, bpe, capsys):
+    mixture_cfg.data.mixture["back"].text_field = "text"
     with pytest.raises(DataError, match=r"no key `text`.*set data.mixture.back.text_field"):
-        prepare_sources(two, bpe, two.run_dir)
-    two.data.mixture["back"].path = "none.jsonl"
+        prepare_sources(mixture_cfg, bpe, mixture_cfg.run_dir)
+    mixture_cfg.data.mixture["back"].path = "none.jsonl"
     with pytest.raises(DataError, match=r"^data.mixture.back.path none.jsonl: no such file"):
-        prepare_sources(two, bpe, two.run_dir)
+        prepare_sources(mixture_cfg, bpe, mixture_cfg.run_dir)
     message = refused(capsys, "plan", LM / "mixture.yaml", "data.mixture.prose.path=none.jsonl")
     assert message.startswith("data.mixture.prose.path none.jsonl: no such file")
 
 
-def test_mixture_is_planned_and_prepared_ahead(two, capsys):
-    two.model.d_model, two.model.n_layer, two.train.steps = 16, 1, 30
-    columns = make_table(plan(two, 1), two).columns
+def test_mixture_is_planned_and_prepared_ahead(mixture_cfg, capsys):
+    mixture_cfg.model.d_model, mixture_cfg.model.n_layer, mixture_cfg.train.steps = 16, 1, 30
+    columns = make_table(plan(mixture_cfg, 1), mixture_cfg).columns
     plan_rows = dict(zip(*(list(column.cells) for column in columns)))
     assert plan_rows["source own"] == "75.00% of the sequences"
-    text = prepare_config(two)
+    text = prepare_config(mixture_cfg)
     assert "source   back: 25.00%" in text and "corpus   20 documents" in text
 
 

@@ -26,8 +26,8 @@ if sys.argv[1] == "error":
 """
 
 
-def counter(first: int):
-    """Make a function that returns the key and a number, which increases from `first`."""
+def make_counter(first: int):
+    """Make a function that returns a key, and how often it was called for the key plus `first`."""
     numbers = {}
 
     def read(key):
@@ -41,7 +41,7 @@ def counter(first: int):
 
 @pytest.fixture
 def readers():
-    readers = Readers([counter(0), counter(100)], [[1, 2, 9], [3]])
+    readers = Readers([make_counter(0), make_counter(100)], [[1, 2, 9], [3]])
     yield readers
     readers.close()
 

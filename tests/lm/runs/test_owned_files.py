@@ -70,7 +70,6 @@ def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
         "eval-max_iters-4.json",
         "data/corpus-1a/lock",
         "data/corpus-1a/shards.jsonl",
-        "data/files.json",
         "data/web/corpus-1a/train.bin",
     ],
 )
