@@ -15,7 +15,7 @@ import yaml
 from lm.cli import main as lm_cli
 from lm.cli.arguments import parse
 from lm.config import load as config
-from lm.export.model_card import PAPER
+from lm.export.model_card import PAPER_URL
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests import config_page
@@ -150,7 +150,7 @@ def test_the_functions_named_in_the_architecture_exist():
 def test_the_citation_is_of_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and citation["license"] == "Apache-2.0"
-    assert citation["preferred-citation"]["url"] == PAPER
+    assert citation["preferred-citation"]["url"] == PAPER_URL
     assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -55,17 +55,18 @@ def flatten_mixer_files(mixers: dict[str, type]) -> dict[str, str]:
     import lm.model
 
     model_files = {path.name for path in Path(lm.model.__file__).parent.glob("*.py")}
-    sources: dict[str, Path] = {}
+    paths: dict[str, Path] = {}  # file name in the export → file of the mixer
     for cls in mixers.values():
-        path, name = _find_source_file(cls), f"{cls.__module__.rpartition('.')[2]}.py"
-        if name in model_files or sources.get(name, path) != path:
-            other = sources.get(name, f"the {name} that every export has")
+        path = _find_source_file(cls)
+        name = f"{cls.__module__.rpartition('.')[2]}.py"
+        if name in model_files or paths.get(name, path) != path:
+            other = paths.get(name, f"the {name} that every export has")
             raise ExportError(
                 f"the mixer {cls.__name__} is defined in {path}, but an export cannot contain both"
                 f" this {name} and {other}: rename the mixer's file"
             )
-        sources[name] = path
-    return {name: _rewrite_imports(path, model_files) for name, path in sources.items()}
+        paths[name] = path
+    return {name: _rewrite_imports(path, model_files) for name, path in paths.items()}
 
 
 def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -> None:
@@ -83,8 +84,9 @@ def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -
 
     if not mixers:
         return
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for file_name, text in files.items():
+        (folder / file_name).write_text(text, encoding="utf-8")
+    # 1. Register the mixers.
     lines = ["", "", "from .mixer_base import register"]
     for i, (name, cls) in enumerate(mixers.items()):
         module = cls.__module__.rpartition(".")[2]
@@ -92,10 +94,12 @@ def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -
         lines += [f"register({name!r}, custom_{i})"]
     with (folder / "mixers.py").open("a", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
-    built_in, custom = (f'    model_type = "{name}"\n' for name in MODEL_TYPES)
-    _replace_line(folder / "configuration_fprnn.py", built_in, custom)
+    # 2. Set the model type.
+    _, custom_type = MODEL_TYPES  # of models without and with custom mixers
+    built_in_line, custom_line = (f'    model_type = "{name}"\n' for name in MODEL_TYPES)
+    _replace_line(folder / "configuration_fprnn.py", built_in_line, custom_line)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["model_type"] = MODEL_TYPES[1]
+    config["model_type"] = custom_type
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
@@ -103,7 +107,7 @@ def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -
 def write_kernels(folder: Path) -> None:
     """Add the files of lm/kernels to a folder that `save_pretrained` has written.
 
-    They become strings in its bundled_kernels.py, so that the model is as fast if fprnn is not
+    They become strings in its bundled_kernels.py, so that the model is also fast if fprnn is not
     installed.
     """
     import lm.common.errors

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Requirements of an export, equal to `dependencies` in pyproject.toml (a test compares them).
 REQUIREMENTS = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
-PAPER = "https://arxiv.org/abs/2503.10799"
+PAPER_URL = "https://arxiv.org/abs/2503.10799"
 PATH_LINE = 'path = "."  # this folder, or the name of the model on the hub'
 GENERAL_LIMITATION = (
     "This is a research model that continues text. It does not follow instructions, its output may"
@@ -36,7 +36,7 @@ GENERAL_LIMITATION = (
 SCORES = "`fprnn eval` writes scores to `eval/results.json`."
 # Sections of the configuration that the card shows. The others do not affect the weights.
 SECTIONS = {"seed", "init_from", "model", "solver", "tokenizer", "data", "optim", "train"}
-CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER}), NeurIPS 2025.
+CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER_URL}), NeurIPS 2025.
 
 ```bibtex
 @inproceedings{{movahedi2025fixedpoint,
@@ -44,7 +44,7 @@ CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER})
   author = {{Sajad Movahedi and Felix Sarnthein and Nicola Muca Cirone and Antonio Orvieto}},
   booktitle = {{Advances in Neural Information Processing Systems}},
   year = {{2025}},
-  url = {{{PAPER}}}
+  url = {{{PAPER_URL}}}
 }}
 ```"""
 SPEED = (

@@ -50,10 +50,11 @@ def test_card_shows_the_facts_of_the_run_files(tiny_run, tmp_path):
     assert f": {scores['perplexity']:.3f} on {scores['tokens']:,} tokens" in validation
     assert f"Bits per byte: {scores['bits_per_byte']:.4f}" in validation
     training = find_section(text, "Training")
+    assert "- 1 rank; " in training
     assert "path: tiny.jsonl" in training and "lr: 0.01" in training and str(ROOT) not in text
     means = re.findall(r"([\d.]+)†? \(layer \d+\)", validation)
     assert means == [f"{mean:.1f}" for mean in result["probe"]["num_iters"]["mean"]]
-    assert model_card.PAPER in find_section(text, "Paper") and "Weights: cc-by-4.0" in text
+    assert model_card.PAPER_URL in find_section(text, "Paper") and "Weights: cc-by-4.0" in text
 
 
 def test_card_of_an_earlier_checkpoint_has_its_numbers_only(tiny_run, tmp_path):
