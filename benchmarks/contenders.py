@@ -78,7 +78,6 @@ def make_paper_model(
 
 
 def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
-    """Return a seeded FP-Mamba-1 of a shape."""
     torch.manual_seed(0)
     config = FPRNNConfig(
         vocab_size=shape.vocab,
@@ -99,7 +98,6 @@ def make_our_mamba(shape: Shape) -> FPRNNForCausalLM:
 
 
 def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
-    """Return transformers' Mamba of a shape."""
     config = MambaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.d_model,

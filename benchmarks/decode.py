@@ -114,7 +114,6 @@ def measure(args):
 
 
 def format_rows(rows):
-    """Format rows for `print_table`."""
     row_by_name = {(row["batch"], row["name"]): row for row in rows}
     text_rows = []
     for row in rows:

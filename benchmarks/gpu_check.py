@@ -145,14 +145,9 @@ def judge_tests(xml: Path, status: int | None, lines: list[str]) -> Outcome:
 def judge_figures(
     get_figures: Callable[[list[str]], dict], status: int | None, lines: list[str]
 ) -> Outcome:
-    """Judge a part by its exit status and its figures.
+    """Judge a part by its exit status (None: the time was over) and by its figures.
 
     A failed part keeps its figures. A part whose figures cannot be read has failed as well.
-
-    Args:
-        get_figures: Function that reads the figures from the printed lines.
-        status: Exit status; None if the time was over.
-        lines: Printed lines.
     """
     reason = "" if status == 0 else f"exit status {status}: {_find_last_line(lines)}"
     try:

@@ -92,11 +92,7 @@ def fit_token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[
 
     The line passes through the smallest and the largest batch. The seconds per token are the
     difference between an exact layer and a Mamba layer, which do the same work except the
-    recurrence.
-
-    Args:
-        layers: Batch size → {layer: seconds of a training step}.
-        length: Tokens per sequence.
+    recurrence. `layers` maps batch sizes to {layer: seconds of a training step}.
     """
     token_seconds = {
         batch: (row[EXACT] - row[MAMBA]) / length for batch, row in layers.items() if MAMBA in row
@@ -104,9 +100,8 @@ def fit_token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[
     if not token_seconds:
         return {}
     first, last = min(token_seconds), max(token_seconds)
-    slope = 0.0
-    if first < last:
-        slope = (token_seconds[last] - token_seconds[first]) / (last - first)
+    rise = token_seconds[last] - token_seconds[first]
+    slope = rise / (last - first) if first < last else 0.0
     return {"token_s": token_seconds[first] - slope * first, "sequence_s": slope}
 
 

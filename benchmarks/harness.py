@@ -166,11 +166,7 @@ def time_in_turns(
         function ran out of memory.
     """
     patterns = args.rows.split("|")
-    functions = {
-        name: function
-        for name, function in functions.items()
-        if any(pattern in str(name) for pattern in patterns)
-    }
+    functions = {n: f for n, f in functions.items() if any(part in str(n) for part in patterns)}
     times: dict[Any, list[float]] = {}
     results = dict.fromkeys(functions)
     total_seconds = dict.fromkeys(functions, 0.0)  # infinite: do not call again

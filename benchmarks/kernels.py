@@ -75,7 +75,6 @@ def make_solve_functions(shape: Shape, device: torch.device) -> dict:
 
 
 def measure(args) -> list[dict]:
-    """Time each function with each backend."""
     functions = {}
     for make_functions in (make_scan_functions, make_root_functions, make_solve_functions):
         for part, function in make_functions(args.shape, args.device).items():
@@ -98,7 +97,6 @@ def call_with_kernels(backend, function):
 
 
 def format_rows(rows: list[dict]) -> list[dict[str, str]]:
-    """Format rows for `print_table`."""
     return [
         {
             "": f"{row['part']}, {row['backend']}",

@@ -109,10 +109,7 @@ def record_equations(run: Callable[[], object]) -> list[Tensor]:
 def average_slowest(counts: Tensor, sequences: int, group_size: int) -> float:
     """Return the evaluations of a group's slowest sequence, averaged over calls and groups.
 
-    Args:
-        counts: Evaluations, shape (calls · sequences,).
-        sequences: Number of sequences per call.
-        group_size: Number of sequences that wait for each other.
+    `counts` (calls · sequences,) are evaluations. A launch computes `group_size` sequences.
     """
     groups = counts.view(-1, sequences).split(group_size, 1)
     return torch.stack([group.amax(1).double().mean() for group in groups]).mean().item()
@@ -121,10 +118,7 @@ def average_slowest(counts: Tensor, sequences: int, group_size: int) -> float:
 def print_comparison(name: str, equations: list[Tensor], sequences: int | None) -> None:
     """Print a row for each search, and the number of roots that differ.
 
-    Args:
-        name: Name of the equations.
-        equations: As in `draw_equations`.
-        sequences: Sequences per call, if the equations come from calls of a model; else None.
+    `sequences` is the number per call if the equations come from a model, else None.
     """
     from lm.kernels.cpu.roots import BISECTED, count_evaluations
     from lm.model.cell import Coefficients

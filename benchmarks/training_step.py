@@ -90,7 +90,6 @@ def measure_peak_memory(step, trainer):
 
 
 def measure(args):
-    """Return a row for each contestant."""
     functions, trainers = make_stacks(args) if args.patterns else make_contestants(args)
     seconds, results = time_in_turns(functions, args)
     rows = []

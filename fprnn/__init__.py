@@ -8,9 +8,9 @@
     fprnn.train("configs/lm/demo.yaml", ["optim.lr=1e-3"])
     layer = fprnn.FixedPointLayer(d_model=256)  # docs/one-layer.md
 
-Importing it imports PyTorch and transformers, and registers the model classes with transformers'
-Auto classes: `AutoModelForCausalLM.from_pretrained` then loads an export with the classes of this
-package and needs no `trust_remote_code`.
+`import fprnn` imports PyTorch and transformers, and registers the model classes with transformers'
+Auto classes. `AutoModelForCausalLM.from_pretrained` then loads an export with the classes of this
+package, without `trust_remote_code`.
 """
 
 from fprnn.one_layer import FixedPointLayer

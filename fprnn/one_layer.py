@@ -1,4 +1,4 @@
-"""One fixed-point layer as a module of PyTorch, for models that are not ours.
+"""One fixed-point layer as a PyTorch module, for models outside this package.
 
 Shapes: b batch, l length.
 """
@@ -19,8 +19,8 @@ from lm.model.state import Sequences, SolveOptions
 class FixedPointLayer(nn.Module):
     """A fixed-point layer that takes the place of an attention or Mamba layer.
 
-    It is the bare layer: the norm before it and the residual connection around it are the caller's,
-    as those of Mamba are. Every token depends on the tokens before it and on itself.
+    Like Mamba's layer, it has no norm and no residual connection: the caller adds both. The output
+    of a token depends on this token and the tokens before it.
     """
 
     def __init__(self, d_model: int, **fields: Any) -> None:
@@ -31,7 +31,7 @@ class FixedPointLayer(nn.Module):
             fields: Fields of FPRNNConfig: block, mixer, d_state, expand, schedule, tol, …
 
         Raises:
-            ValueError: A field is unknown to FPRNNConfig or has a value that it cannot have.
+            ValueError: If FPRNNConfig has no such field, or a value is invalid.
         """
         super().__init__()
         unknown = sorted(fields.keys() - FPRNNConfig.__signature__.parameters.keys())
@@ -46,15 +46,15 @@ class FixedPointLayer(nn.Module):
         """Map a batch of sequences to one of the same shape.
 
         Args:
-            x: (b,l,d_model).
-            attention_mask: (b,l), 0 at padding on either side; None: there is no padding.
+            x: Inputs, shape (b,l,d_model).
+            attention_mask: 0 at padding on either side, shape (b,l); None: there is no padding.
 
         Returns:
-            (b,l,d_model). Outputs at padding have no meaning.
+            The outputs, shape (b,l,d_model). Outputs at padding have no meaning.
 
         Raises:
-            ValueError: x or the mask has another shape.
-            NonFiniteError: Something became NaN or infinite.
+            ValueError: If x or the mask has another shape.
+            NonFiniteError: If the layer computes NaN or infinity.
         """
         if x.dim() != 3 or x.shape[-1] != self.config.d_model or 0 in x.shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Training of a run from Python."""
+"""Training from Python."""
 
 from __future__ import annotations
 

@@ -16,11 +16,7 @@ from synthetic.validate import OUTPUT_FILES
 
 
 def judge_abilities(runs: Sequence[FinishedRun]) -> pd.DataFrame:
-    """Compare the runs with the thresholds of their recipes.
-
-    Returns:
-        A line for each model, ability and threshold: value (mean over seeds), error, passed.
-    """
+    """Return a line per model, ability and threshold: value (mean over seeds), error, passed."""
     table = build_final_table(runs)
     judged = []
     for label, model_table in table.groupby("label", sort=False):  # label: ability and model

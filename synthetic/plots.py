@@ -73,11 +73,7 @@ def find_nearest(lengths: Iterable[int], target: int) -> int:
 
 
 def find_longest_solved(values: pd.Series) -> int:
-    """Return the longest length up to which no value is below SOLVED, or 0.
-
-    Args:
-        values: Headline metric, indexed by length.
-    """
+    """Return the longest length (the index) up to which no value is below SOLVED, or 0."""
     is_solved_so_far = values.sort_index().ge(SOLVED).cummin()
     return int(is_solved_so_far[is_solved_so_far].index.max()) if is_solved_so_far.any() else 0
 

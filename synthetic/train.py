@@ -44,12 +44,7 @@ from synthetic.init_from import InitialWeights, needs_initial_weights
 from synthetic.messages import describe_solvers, describe_task, format_scores
 from synthetic.preflight import check_lengths_and_thresholds
 from synthetic.results import describe_unfinished_curriculum, judge_thresholds
-from synthetic.update import (
-    BackwardResult,
-    choose_max_iters,
-    compute_loss,
-    run_forward_and_backward,
-)
+from synthetic.update import BackwardResult, choose_max_iters, compute_loss, run_passes
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -349,7 +344,7 @@ class Training(Loop):
             with override_solver(self.model, max_iters=max_iters):
                 # Adversarial noise before the task is learned would prevent learning it.
                 adversary = self.adversary if self._is_curriculum_over else None
-                return run_forward_and_backward(forward, adversary)
+                return run_passes(forward, adversary)
         except FloatingPointError as e:
             raise Diverged(str(e)) from None
 

@@ -72,7 +72,7 @@ class BackwardResult(NamedTuple):
     adversarial_loss: torch.Tensor | None  # of the second pass; None without an adversary
 
 
-def run_forward_and_backward(
+def run_passes(
     forward: Callable[[], tuple[torch.Tensor, Answers]], adversary: Adversary | None
 ) -> BackwardResult:
     """Run forward and backward; with an adversary, run both again under its noise.

@@ -23,13 +23,10 @@ def replace_call(
     replacement: Callable[..., Any],
     is_counted: Callable[..., bool] = lambda *_: True,
 ):
-    """Return a fault that replaces the N-th call of a function.
+    """Return a fault that replaces the N-th call of a function of a module, or of module:Class.
 
-    Args:
-        owner_path: Module of the function, or module:Class.
-        name: Name of the function.
-        replacement: Called with the original function and the arguments of the call.
-        is_counted: Returns True if a call with these arguments counts.
+    `replacement` gets the original function and the arguments of the call. Calls for whose
+    arguments `is_counted` returns False do not count.
     """
 
     def inject(count: int) -> None:

@@ -77,7 +77,6 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def kill(self):
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

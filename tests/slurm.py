@@ -56,7 +56,6 @@ def find_missing() -> str:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Return free ports of this host."""
     sockets = [socket.socket() for _ in range(count)]
     for s in sockets:
         s.bind(("127.0.0.1", 0))

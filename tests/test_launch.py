@@ -430,11 +430,7 @@ def test_synthetic_array_task_is_requeued_at_time_limit(fake_python, name, send)
 
 
 def run_again(tmp_path, times, *endings):
-    """Run again.sh with a command whose i-th run ends with the i-th shell command of `endings`.
-
-    Returns:
-        The exit status, the number of runs, and stderr.
-    """
+    """Return (exit status, number of runs, stderr) of a command whose runs end with `endings`."""
     log = tmp_path / "runs"
     cases = " ".join(f"{i}) {command} ;;" for i, command in enumerate(endings, 1))
     command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
