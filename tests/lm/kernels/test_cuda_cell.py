@@ -14,7 +14,7 @@ from lm.kernels.cell_arguments import Readout
 from lm.kernels.cpu import cpu_cell
 from lm.kernels.cuda import cuda_cell
 from lm.kernels.cuda.build import choose_partition, compile_cubin, estimate_shared_bytes
-from lm.kernels.cuda.cuda_cell import INTEGERS, NUMBERS, POINTERS, Partition
+from lm.kernels.cuda.interface import INTEGERS, NUMBERS, POINTERS, Partition
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests import oracle_cell
@@ -318,7 +318,7 @@ def test_other_layers_are_refused_by_name(changes, reason):
         solve(narrow_cell, layout, options, **tensors)
 
 
-def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate):
+def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate, monkeypatch):
     emulate()
     layout, options, tensors = make_problem()
     tensors = {k: v.float() for k, v in tensors.items()}
@@ -326,6 +326,10 @@ def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate):
         solve(cuda_cell.cell, layout, options, **tensors)
     with pytest.raises(Unsupported, match="centroids"):
         solve(narrow_cell, layout, options, **tensors, **readout(64)._asdict())
+    with monkeypatch.context() as small:
+        small.setattr(cuda_cell, "MAX_ENTRIES", 3 * 16 * 64)
+        with pytest.raises(Unsupported, match="3 × 5 tokens of 97 columns"):
+            solve(narrow_cell, layout, options, **tensors)
     with pytest.raises(ValueError, match=r"dt is \(3, 5, 63\), but \(3, 5, 64\)"):
         solve(narrow_cell, layout, options, **{**tensors, "dt": tensors["dt"][..., 1:]})
 
