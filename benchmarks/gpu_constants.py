@@ -29,6 +29,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 PAPER, EXACT, MAMBA = "paper's, 10 evaluations", "exact, token by token", "Mamba, our scan"
+PERSISTENT = "exact, persistent kernels"
 LAYERS = {
     PAPER: {**PAPER_FIELDS, "tol": 1e-12, "max_iters": 10},
     EXACT: {**EXACT_FIELDS, "schedule": "sequential"},
@@ -105,6 +106,27 @@ def fit_token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[
     return {"token_s": token_seconds[first] - slope * first, "sequence_s": slope}
 
 
+def add_persistent_kernels(
+    layers: dict[int, dict[str, float]],
+    kernels: dict[int, dict[str, float]],
+    args: argparse.Namespace,
+) -> None:
+    """Time the exact layer on the persistent kernels, which no other backend may follow.
+
+    After an error in a kernel the process can use the GPU no more.
+    """
+    os.environ["FPRNN_KERNELS"] = "cuda"
+    for batch in args.batches:
+        try:
+            step = make_layer_step(LAYERS[EXACT], args, batch)
+            layers[batch][PERSISTENT] = measure_median(step, args.repeats)
+            kernels[batch] |= measure_kernels(step, args.device)
+        except RuntimeError as error:
+            print(f"{batch} sequences, {PERSISTENT}: {error}", flush=True)
+        except BackendError as error:
+            print(f"{batch} sequences, {PERSISTENT}: left out: {error}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -130,6 +152,8 @@ def main() -> None:
         batch: measure_kernels(make_layer_step(LAYERS[EXACT], args, batch), args.device)
         for batch in args.batches
     }
+    if args.device == "cuda":
+        add_persistent_kernels(layers, kernels, args)
     has_graph = [schedule.graph is not None for schedule in launches._schedules.values()]
     rates = fit_token_seconds(layers, args.length)
     record = {

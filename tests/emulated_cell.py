@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lm.kernels import cuda as kernels_folder
-from lm.kernels.cuda.cuda_cell import PACKED, Partition
+from lm.kernels.cuda.interface import PACKED, Partition
 
 SOURCES = Path(kernels_folder.__file__).parent
 EMULATION = Path(__file__).parent / "lm/kernels/emulation"

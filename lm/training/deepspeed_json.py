@@ -11,6 +11,7 @@ import torch
 from lm.common.errors import ConfigError
 from lm.common.files import parse_json
 from lm.config.schema import Config
+from lm.kernels import requested_backend
 
 # The gradients of a 160M model fill four buffers of this size: each uses the full bandwidth of the
 # network, and is sent while the gradients of the next buffer are computed.
@@ -87,8 +88,9 @@ def _derive(cfg: Config, world_size: int, on_gpu: bool) -> dict:
         "gradient_clipping": cfg.optim.grad_clip,
         "zero_optimization": {
             "stage": cfg.engine.zero_stage,
-            # A single rank sends nothing, so a second gradient buffer would only cost memory.
-            "overlap_comm": on_gpu and world_size > 1,
+            # A single rank sends nothing, so a second gradient buffer would only cost memory. The
+            # persistent kernels occupy all multiprocessors, so NCCL must not run next to them.
+            "overlap_comm": on_gpu and world_size > 1 and requested_backend() != "cuda",
             "contiguous_gradients": True,
         },
         "zero_allow_untested_optimizer": True,

@@ -18,7 +18,7 @@ import torch
 
 from lm.kernels import Unsupported
 from lm.kernels.cpu.build import compute_checksum, open_cache_folder
-from lm.kernels.cuda.cuda_cell import PACKED, TEAM_SEQUENCES, Partition
+from lm.kernels.cuda.interface import PACKED, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
 SOURCE = "kernels.cu"
@@ -154,7 +154,7 @@ def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) ->
 
 
 class GpuKernels:
-    """Kernels of a partition on one GPU; `lm.kernels.cuda.cuda_cell.Kernels` has the methods."""
+    """Kernels of a partition on one GPU; `lm.kernels.cuda.interface.Kernels` has the methods."""
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         from cuda.bindings import driver

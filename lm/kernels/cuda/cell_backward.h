@@ -156,8 +156,8 @@ DEVICE void solve_adjoint_of_token(const Cell &p, Member &me, int t) {
         const double gain = 1 / (1 - a * record[SLOPE]);
         const double size = fabs(gain);
         // Near a fold the gain is unbounded; NaN or infinity has no direction.
-        if (!(size <= 1.7976931348623157e308)) eta *= MOST_GAIN;
-        else eta *= size <= MOST_GAIN ? gain : gain > 0 ? MOST_GAIN : -MOST_GAIN;
+        if (!(size <= 1.7976931348623157e308)) eta *= MAX_GAIN;
+        else eta *= size <= MAX_GAIN ? gain : gain > 0 ? MAX_GAIN : -MAX_GAIN;
     }
     const double u_d_mixed = received + eta * record[SLOPE];  // Σ u d_mixed
     const double mix_weight = a * record[DISTANCE], d_Ux = -a * u_d_mixed;

@@ -66,7 +66,7 @@ DEVICE int solve_sequence(const Cell &p, const double *sum, float gate_entry, fl
     const double slope = sum[WVM] / (length * length) - double(record[MEAN_U]) * record[SUM_INTO] -
                          double(record[ALONG_U]) * record[SUM_INTO_N];
     record[SLOPE] = slope * inverse;
-    if (!(outcome & FAILED) && !(fabs(1 - a * record[SLOPE]) * MOST_GAIN >= 1)) outcome |= GRAD_LIMITED;
+    if (!(outcome & FAILED) && !(fabs(1 - a * record[SLOPE]) * MAX_GAIN >= 1)) outcome |= GRAD_LIMITED;
     return outcome;
 }
 

@@ -16,9 +16,8 @@ Shape suffixes: b batch, l length, d channels, n states, K columns of raw.
 """
 
 import math
-import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,71 +35,27 @@ from lm.kernels.cell_arguments import (
     expected_shapes,
 )
 from lm.kernels.checks import cell_deviation, find_gpu_fault, needs_grad
+from lm.kernels.cuda.build import load_kernels
+from lm.kernels.cuda.interface import (
+    INTEGERS,
+    NUMBERS,
+    PACKED,
+    POINTERS,
+    RECORD_SIZE,
+    STATES,
+    TEAM_SEQUENCES,
+    WORD_BYTES,
+    Kernels,
+)
 
-STATES = 16  # n; as in team.h, like the next two
-TEAM_SEQUENCES = 8  # largest number of sequences of a team
-RECORD_SIZE = 16
-WORD_BYTES = 16
 # Tokens between two states from which the backward pass recomputes. The recomputed states of a
 # chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
 CHUNK = 16
-# Fields of Cell in team.h, in its order.
-INTEGERS = (
-    *("b", "first_sequence", "length", "columns", "team_sequences", "chunk"),
-    *("vectors", "gates", "B", "C", "act", "layer_norm", "bc_norm"),
-)
-NUMBERS = ("scale", "eps", "kappa", "norm_eps")
-POINTERS = (
-    *("raw", "weight", "x", "dt", "A", "keep", "gate", "D", "norm_weight", "norm_bias", "y0", "h0"),
-    *("y", "state", "outcome", "rows", "records", "units", "checkpoints"),
-    *("grad_y", "largest", "d_raw", "dx", "ddt", "d_gate", "dA", "dD", "d_weight", "d_bias", "H"),
-    *("mail", "alarm"),
-)
-PACKED = struct.Struct(f"{len(INTEGERS)}q{len(NUMBERS)}d{len(POINTERS)}Q")
+MAX_ENTRIES = 2**32  # of a tensor: the kernels' indices have 32 bits
 # Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
 DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
 CENTROIDS = False  # y_{t−1} is read directly
 NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
-
-
-class Partition(NamedTuple):
-    """Division of a layer among the blocks of a GPU; team.h explains the words."""
-
-    d: int
-    channels: int  # of a block
-    warps: int  # of a crew
-    crews: int  # of a block
-    groups: int
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of a launch."""
-        return self.groups * (self.d // self.channels)
-
-    @property
-    def teams(self) -> int:
-        """Number of teams of a launch."""
-        return self.groups * self.crews
-
-
-class Kernels(Protocol):
-    """Compiled kernels of a partition: on a GPU, or the emulation of the tests."""
-
-    partition: Partition
-    mail_words: int  # of a team
-    items: int  # units of a warp
-
-    def run(self, is_backward: bool, cell: bytes, like: Tensor) -> None:
-        """Launch a pass.
-
-        Args:
-            is_backward: Which pass.
-            cell: The packed struct Cell.
-            like: A tensor on the device.
-        """
-
-    def alarm(self, like: Tensor) -> Tensor:
-        """Return the tensor (1,) that a kernel sets to 1 if a wait took too long."""
 
 
 # `compute` of lm.kernels passes the layers that these kernels refuse on to Triton.
@@ -152,6 +107,9 @@ def _refuse_unsupported(arguments, sizes):
             getattr(layout, name) + width > sizes.y_columns for name, width in parts.items()
         ),
         "centroids": arguments.readout is not None,
+        f"{sizes.b} × {sizes.length} tokens of {sizes.columns} columns": (
+            sizes.b * max(sizes.length * sizes.columns, STATES * sizes.d) >= MAX_ENTRIES
+        ),
         f"raw in {arguments.raw.dtype}": arguments.raw.dtype != torch.bfloat16,
         f"W_y in {arguments.weight_y.dtype}": arguments.weight_y.dtype != torch.bfloat16,
     }
@@ -190,8 +148,6 @@ def find_kernels(sizes: Sizes, like: Tensor) -> Kernels:
     Raises:
         Unsupported: If the GPU's shared memory cannot hold W_y.
     """
-    from lm.kernels.cuda.build import load_kernels
-
     return load_kernels(sizes.d, sizes.b, like.device)
 
 

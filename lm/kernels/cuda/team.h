@@ -59,7 +59,7 @@ enum Record {
 };
 
 // One layer. Shapes: b sequences, l tokens, d channels, n states, K columns of raw. Every field has
-// eight bytes; CELL_FIELDS of cuda_cell.py lists the same names in the same order.
+// eight bytes; interface.py lists the same names in the same order.
 struct Cell {
     int64_t b, first_sequence, length, columns;  // the launch begins at sequence `first_sequence`
     int64_t team_sequences, chunk;                  // sequences of a team; tokens between checkpoints

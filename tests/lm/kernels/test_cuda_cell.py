@@ -14,13 +14,14 @@ from lm.kernels.cell_arguments import Readout
 from lm.kernels.cpu import cpu_cell
 from lm.kernels.cuda import cuda_cell
 from lm.kernels.cuda.build import choose_partition, compile_cubin, estimate_shared_bytes
-from lm.kernels.cuda.cuda_cell import INTEGERS, NUMBERS, POINTERS, Partition
+from lm.kernels.cuda.interface import INTEGERS, NUMBERS, POINTERS, Partition
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests import oracle_cell
 from tests.emulated_cell import SOURCES, EmulatedKernels
 from tests.kernels import poisoned_memory
-from tests.lm.kernels.test_cpu_cell import problem, results, solve
+from tests.lm.kernels import test_cpu_cell
+from tests.lm.kernels.test_cpu_cell import evaluate, solve
 
 SMALL = Partition(64, channels=16, warps=2, crews=1, groups=1)
 TWO_CREWS = Partition(64, channels=16, warps=2, crews=2, groups=1)
@@ -49,14 +50,14 @@ class Round(torch.autograd.Function):
 @pytest.fixture
 def rounded_oracle(monkeypatch):
     """The oracle with the kernels' rounding: y before the product, rows and their gradients."""
-    begin = oracle_cell.begin
+    make_row = oracle_cell.make_row
 
-    def begin_rounded(t, keep, before, raw, weight_y, readout=None):
-        row, keep_t = begin(t, keep, Round.apply(before, False), raw, weight_y, readout)
+    def make_rounded_row(t, keep, before, raw, weight_y, readout=None):
+        row, keep_t = make_row(t, keep, Round.apply(before, False), raw, weight_y, readout)
         return Round.apply(row, True), keep_t
 
-    monkeypatch.setattr(oracle_cell, "begin", begin_rounded)
-    return oracle_cell.cell
+    monkeypatch.setattr(oracle_cell, "make_row", make_rounded_row)
+    return oracle_cell.solve_cell
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def emulate(monkeypatch):
 
 
 def make_problem(b=3, length=5, d=64, **others):
-    layout, options, tensors = problem(b, length, d, 16, **others)
+    layout, options, tensors = test_cpu_cell.make_problem(b, length, d, 16, **others)
     for name in ("raw", "weight_y"):
         tensors[name] = tensors[name].bfloat16().double()
     return layout, options, tensors
@@ -84,8 +85,8 @@ def narrow_cell(arguments):
     return cuda_cell.cell(arguments._replace(raw=raw, weight_y=weight_y))
 
 
-def emulated_results(given, **others):
-    return results(narrow_cell, given, torch.float32, **others)
+def evaluate_emulated(given, **others):
+    return evaluate(narrow_cell, given, torch.float32, **others)
 
 
 def relative_error(ours, theirs):
@@ -137,7 +138,7 @@ def test_values_and_gradients_equal_the_oracle(case, emulate, rounded_oracle):
     largest = []
     for seed in range(4):
         given = make_problem(**{"seed": seed, **case})
-        errors = errors_by_name(emulated_results(given), results(rounded_oracle, given))
+        errors = errors_by_name(evaluate_emulated(given), evaluate(rounded_oracle, given))
         largest.append(torch.tensor([*errors.values()]).max().item())  # NaN if any is NaN
         assert largest[-1] < 2e-3, errors
         if largest[-1] < 4e-5:
@@ -180,21 +181,21 @@ def test_failed_tokens_have_the_oracles_gradients(emulate, rounded_oracle):
 def test_bits_do_not_depend_on_the_order_of_threads(emulate):
     given = make_problem(b=5, length=6)
     emulate(TWO_CREWS)
-    expected = emulated_results(given)
+    expected = evaluate_emulated(given)
     for seed in range(1, 6):
         emulate(TWO_CREWS, seed)
-        ours = emulated_results(given)
+        ours = evaluate_emulated(given)
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
 def test_bits_do_not_depend_on_the_batch(emulate):
     layout, options, tensors = make_problem(b=11, length=4)
     emulate(TWO_CREWS)
-    expected = emulated_results((layout, options, tensors))
+    expected = evaluate_emulated((layout, options, tensors))
     per_sequence = ("raw", "x", "dt", "keep", "gate", "y0", "h0")
     part = {k: v[4:7] if k in per_sequence else v for k, v in tensors.items()}
     emulate(SMALL)
-    ours = emulated_results((layout, options, part))
+    ours = evaluate_emulated((layout, options, part))
     assert torch.equal(ours["y"], expected["y"][4:7])
 
 
@@ -239,11 +240,11 @@ def is_missing_barrier_noticed(file, text, folder, emulate):
     (folder / file).write_text(text, encoding="utf-8")
     given = make_problem(b=5, length=6)
     emulate(TWO_CREWS)
-    expected = emulated_results(given)
+    expected = evaluate_emulated(given)
     for seed in range(8):
         emulate(TWO_CREWS, seed, folder)
         try:
-            ours = emulated_results(given)
+            ours = evaluate_emulated(given)
         except (RuntimeError, AssertionError):  # a deadlock, or tokens without a solution
             return True
         if not all(torch.equal(ours[name], expected[name]) for name in expected):
@@ -275,13 +276,13 @@ def test_words_that_never_arrive_are_a_deadlock(tmp_path, emulate):
     (tmp_path / "team.h").write_text(changed, encoding="utf-8")
     emulate(SMALL, 0, tmp_path)
     with pytest.raises(RuntimeError, match=r"no thread can continue: .* waits"):
-        emulated_results(make_problem())
+        evaluate_emulated(make_problem())
 
 
 def test_alarm_is_an_error_at_the_next_call(emulate):
     emulate().late.fill_(1)
     with pytest.raises(RuntimeError, match="waited for another one for more than two seconds"):
-        emulated_results(make_problem())
+        evaluate_emulated(make_problem())
 
 
 def test_fields_of_cell_are_those_of_the_header():
@@ -311,13 +312,13 @@ def readout(d):
 )
 def test_other_layers_are_refused_by_name(changes, reason):
     values = dict(b=1, length=2, d=64, n=16) | changes
-    layout, options, tensors = problem(**values)
+    layout, options, tensors = test_cpu_cell.make_problem(**values)
     tensors = {k: None if v is None else v.float() for k, v in tensors.items()}
     with pytest.raises(Unsupported, match=reason):
         solve(narrow_cell, layout, options, **tensors)
 
 
-def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate):
+def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate, monkeypatch):
     emulate()
     layout, options, tensors = make_problem()
     tensors = {k: v.float() for k, v in tensors.items()}
@@ -325,6 +326,10 @@ def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate):
         solve(cuda_cell.cell, layout, options, **tensors)
     with pytest.raises(Unsupported, match="centroids"):
         solve(narrow_cell, layout, options, **tensors, **readout(64)._asdict())
+    with monkeypatch.context() as small:
+        small.setattr(cuda_cell, "MAX_ENTRIES", 3 * 16 * 64)
+        with pytest.raises(Unsupported, match="3 × 5 tokens of 97 columns"):
+            solve(narrow_cell, layout, options, **tensors)
     with pytest.raises(ValueError, match=r"dt is \(3, 5, 63\), but \(3, 5, 64\)"):
         solve(narrow_cell, layout, options, **{**tensors, "dt": tensors["dt"][..., 1:]})
 
@@ -412,14 +417,14 @@ def test_results_on_a_gpu_equal_triton(b):
     works, reason = cuda_cell.usable()
     assert works, reason
     triton_cell = pytest.importorskip("lm.kernels.triton.triton_cell")
-    layout, options, tensors = problem(b=b, length=70, d=1536, n=16, y_scale=0.5)
+    layout, options, tensors = test_cpu_cell.make_problem(b=b, length=70, d=1536, n=16, y_scale=0.5)
     given = layout, options, {name: t.cuda() for name, t in tensors.items()}
 
     def narrow_triton_cell(arguments):
         raw, weight_y = arguments.raw.bfloat16(), arguments.weight_y.bfloat16()
         return triton_cell.cell(arguments._replace(raw=raw, weight_y=weight_y))
 
-    expected = results(narrow_triton_cell, given, torch.float32)
+    expected = evaluate(narrow_triton_cell, given, torch.float32)
     for _ in range(2):
-        ours = results(narrow_cell, given, torch.float32)
+        ours = evaluate(narrow_cell, given, torch.float32)
         assert all(relative_error(ours[name], expected[name]) < 2e-2 for name in expected)

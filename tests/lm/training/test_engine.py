@@ -90,6 +90,13 @@ def test_deepspeed_config_matches_the_yaml(tiny, tmp_path):
     assert sizes == [7, 5 * 10**7, 6 * 10**7]
 
 
+def test_persistent_kernels_do_not_overlap_with_nccl(tiny, monkeypatch):
+    for backend, overlaps in (("auto", True), ("cuda", False)):
+        monkeypatch.setenv("FPRNN_KERNELS", backend)
+        config = deepspeed_json.deepspeed_config(tiny(), 4, on_gpu=True)
+        assert config["zero_optimization"]["overlap_comm"] is overlaps
+
+
 def test_lr_of_every_update_is_applied(tiny_losses):
     settings = Optim(lr=1e-2)
     assert [r["lr"] for r in tiny_losses] == pytest.approx(
