@@ -264,7 +264,7 @@ def test_bundled_kernels_equal_the_package(tmp_path):
     found: dict = {}
     exec(compile((out / "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), found)
     folder = Path(lm.__file__).parent / "kernels"
-    kinds = (".py", ".h", ".cpp")
+    kinds = (".py", ".h", ".cpp", ".cu")
     texts = {
         str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.suffix in kinds
     }

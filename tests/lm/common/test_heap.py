@@ -25,7 +25,7 @@ def test_training_on_a_cpu_keeps_freed_memory(monkeypatch, tiny, on_gpu):
     for module in (process_group, train):
         monkeypatch.setattr(module, "keep_freed_memory", lambda: reached("kept"))
     monkeypatch.setattr(process_group, "import_deepspeed", lambda: reached("later"))
-    monkeypatch.setattr(train.tasks, "build", lambda task: reached("later"))
+    monkeypatch.setattr(train.tasks, "build_task", lambda task: reached("later"))
     task = config.load(ROOT / "configs/synthetic/small/s3.yaml", [])
     for start in (lambda: process_group.join_process_group(tiny()), lambda: train.Training(task)):
         with pytest.raises(InterruptedError):

@@ -10,7 +10,7 @@ import pytest
 from lm.config.data import Data
 from lm.data.batches.loader import single_source_loader
 from lm.training.curriculum import CHECK_INTERVAL, Curriculum
-from tests.lm.data.test_mixture import loader, take
+from tests.lm.data.test_mixture import make_loader, take
 from tests.lm.training.test_elastic import trace
 from tests.lm.training.test_recovery import TINY, run_with_fault
 from tests.running import run
@@ -27,7 +27,7 @@ AFTER = {"until": 30_000, "min_answer_prob": 0.5, "weights": {"a": 1, "b": 2}}
 
 def curriculum_and_batches():
     data = Data(source="builtin", mixture=MIXTURE, curriculum=[WAITING, ENDING, AFTER])
-    batches = loader(stages=[(s.until * 3, s.weights) for s in data.curriculum])
+    batches = make_loader(stages=[(s.until * 3, s.weights) for s in data.curriculum])
     return Curriculum(data, batches), batches
 
 
@@ -64,7 +64,7 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
 def test_without_stages_no_answers_are_measured():
     plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
     assert plain.stage is None and plain.sources_to_check(CHECK_INTERVAL) == []
-    none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
+    none = Curriculum(Data(source="builtin", mixture=MIXTURE), make_loader())
     assert none.stage is None and none.sources_to_check(CHECK_INTERVAL) == []
 
 

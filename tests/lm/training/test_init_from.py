@@ -283,10 +283,10 @@ def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
 
 
 def test_resumed_run_must_keep_init_from(tiny, tiny_run):
-    from lm.runs.run_dir import RunDirError, _check_continued
+    from lm.runs.run_dir import RunDirError, _check_resumed_config
 
     with pytest.raises(RunDirError, match=r"init_from.path was None, is '.*there'"):
-        _check_continued(tiny("init_from=there"), tiny_run / "config.yaml", print)
+        _check_resumed_config(tiny("init_from=there"), tiny_run / "config.yaml", print)
 
 
 @pytest.mark.slow
