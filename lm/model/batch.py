@@ -82,9 +82,9 @@ def embed(
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds")
     if inputs_embeds is None:
-        name, tokens, axes = "input_ids", input_ids, ("batch", "length")
+        name, tokens, axes = "input_ids", input_ids, ["batch", "length"]
     else:
-        name, tokens, axes = "inputs_embeds", inputs_embeds, ("batch", "length", "d_model")
+        name, tokens, axes = "inputs_embeds", inputs_embeds, ["batch", "length", "d_model"]
     shape = tuple(tokens.shape)
     if len(shape) != len(axes):
         raise ValueError(f"{name} has shape {shape}: it must be ({', '.join(axes)})")
