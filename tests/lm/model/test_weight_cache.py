@@ -69,9 +69,7 @@ def test_changed_parameter_is_read_again(settings):
         parameter.mul_(1.5).add_(0.1)
         assert torch.equal(decode(model, cache), decode_uncached(model, cache)), f"{name}, in place"
         parameter.data = parameter.data * 0.9
-        assert torch.equal(decode(model, cache), decode_uncached(model, cache)), (
-            f"{name}, new memory"
-        )
+        assert torch.equal(decode(model, cache), decode_uncached(model, cache)), f"{name}, moved"
     assert not torch.equal(decode(model, cache), before)
 
 
