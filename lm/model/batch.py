@@ -41,7 +41,7 @@ def check_arguments(name: str, arguments: dict[str, Any], has_documents: bool) -
     Raises:
         TypeError: If an argument has no meaning here.
         ValueError: If documents are marked by other arguments only, or if the model would have to
-            be non-causal.
+            be non-causal (is_causal is False).
     """
     arguments = {key: value for key, value in arguments.items() if value is not None}
     packing_keys = [key for key in arguments if key in PACKED_ATTENTION_ARGUMENTS]
@@ -82,12 +82,12 @@ def embed(
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds")
     if inputs_embeds is None:
-        name, tokens, axes = "input_ids", input_ids, "(batch, length)"
+        name, tokens, axes = "input_ids", input_ids, ["batch", "length"]
     else:
-        name, tokens, axes = "inputs_embeds", inputs_embeds, "(batch, length, d_model)"
+        name, tokens, axes = "inputs_embeds", inputs_embeds, ["batch", "length", "d_model"]
     shape = tuple(tokens.shape)
-    if len(shape) != axes.count(",") + 1:
-        raise ValueError(f"{name} has shape {shape}: it must be {axes}")
+    if len(shape) != len(axes):
+        raise ValueError(f"{name} has shape {shape}: it must be ({', '.join(axes)})")
     if 0 in shape[:2]:
         raise ValueError(f"{name} has shape {shape}: it must have at least one sequence and token")
     if inputs_embeds is not None:
@@ -121,8 +121,8 @@ def read_attention_mask(
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    has_rows = len(shape) == 2 and shape[0] == batch
-    if not has_rows or (shape[1] < length if has_cache else shape[1] != length):
+    covers_cache = has_cache and len(shape) == 2 and shape[0] == batch and shape[1] > length
+    if shape != (batch, length) and not covers_cache:
         raise ValueError(
             f"attention_mask has shape {shape}: it must be ({batch}, {length}), 0 at padding and 1"
             " elsewhere. Other masks are not possible: a recurrence reads all earlier tokens of its"

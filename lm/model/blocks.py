@@ -44,14 +44,14 @@ def apply_skip_and_gate(
 
 
 class EndLayerNorm(nn.LayerNorm):
-    """LayerNorm at the end of an FP-Mamba-1 iteration; a call returns the Norm."""
+    """LayerNorm at the end of an FP-Mamba-1 iteration. A call returns its parameters as a Norm."""
 
     def forward(self) -> Norm:  # type: ignore[override]
         return Norm("layer", self.weight, self.bias, self.eps)
 
 
 class EndRMSNorm(RMSNorm):
-    """RMSNorm at the end of an FP-Mamba-2 iteration; a call returns the Norm."""
+    """RMSNorm at the end of an FP-Mamba-2 iteration. A call returns its parameters as a Norm."""
 
     def forward(self) -> Norm:  # type: ignore[override]
         return Norm("rms", self.weight, None, self.eps)
@@ -108,7 +108,7 @@ class FPMamba(FixedPointBlock):
         raise NotImplementedError
 
     def _add_y_projections(self, bc_width, dt_width):
-        """Create the maps of sh(y) to B and C (bc_width each), step size and gate that are used."""
+        """Create the maps of sh(y) that the fields `…_h_dep` enable. bc_width: channels of B."""
         cfg, d = self.config, self.config.d_inner
         if cfg.b_h_dep or cfg.c_h_dep:
             self.bc_y_proj = WNLinear(d, bc_width * (cfg.b_h_dep + cfg.c_h_dep))
@@ -153,8 +153,9 @@ class FPMamba(FixedPointBlock):
             weight_y, bias = cached(seqs.cache, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
             from_x = bc_x if len(y_names) == 2 else projections[y_names[0]].from_x
             from_x = from_x if bias is None else from_x + bias
-            parts = zip(y_names, from_x.chunk(len(y_names), -1), weight_y.chunk(len(y_names)))
-            projections.update((part[0], Projection(*part)) for part in parts)
+            x_parts, y_parts = from_x.chunk(len(y_names), -1), weight_y.chunk(len(y_names))
+            for name, x_part, y_part in zip(y_names, x_parts, y_parts):
+                projections[name] = Projection(name, x_part, y_part)
         if cfg.dt_h_dep:
             weight_y, bias = cached(seqs.cache, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
             from_x = delta if bias is None else delta + bias
@@ -206,11 +207,11 @@ class FPMamba(FixedPointBlock):
         if inputs.recurrence.dt is None:
             return None
         cfg, x, norm = self.config, inputs.x, self.out_norm()
-        starts = [inputs.projections.columns[name].start for name in ("B", "C")]
+        bc_starts = [inputs.projections.columns[name].start for name in ("B", "C")]
         options = *mixer_options, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = inputs.recurrence.A, self._get_skip_weights(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
-        arguments = kernel_arguments(inputs, mixer_options.rank, starts, options) | {
+        arguments = kernel_arguments(inputs, mixer_options.rank, bc_starts, options) | {
             "dt": inputs.recurrence.dt,
             "A": A,
             "gate": F.silu(inputs.z.to(x.dtype)) if self.gate_in_loop else None,
@@ -232,12 +233,12 @@ def kernel_arguments(
         inputs: Inputs of the solve.
         rank: Number of reflections of the mixer.
         bc_starts: First columns of B and of C in the projections.
-        options: Values of the kernel's Options.
+        options: Values of the fields of cell_arguments.Options.
     """
     x, projections, y = inputs.x, inputs.projections, inputs.seqs.get_state("y")
-    start = projections.columns["mixer"].start
+    vectors_start = projections.columns["mixer"].start  # r vectors of d columns, then r gates
     return {
-        "layout": (start, start + rank * x.shape[-1], *bc_starts),
+        "layout": (vectors_start, vectors_start + rank * x.shape[-1], *bc_starts),
         "options": options,
         "raw": projections.raw,
         "weight_y": projections.weight_y.to(projections.raw.dtype),
@@ -400,7 +401,7 @@ class FPRNN(FixedPointBlock):
         if seqs.mask is not None:  # the state passes padding unchanged
             decay = decay.masked_fill(~seqs.mask.unsqueeze(-1), 1.0)
             complement = seqs.zero_padding(complement)
-            x = seqs.zero_padding(x)  # conv1d_x made it silu(bias), which conv1d_c would read
+            x = seqs.zero_padding(x)  # conv1d_x made padding silu(bias), and conv1d_c reads it
         if seqs.starts is not None:
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
         # 3. Project the mixer's input; the mixer mixes b ⊙ x.
@@ -434,13 +435,14 @@ class FPRNN(FixedPointBlock):
         For one reflection Q = I − a u uᵀ, (I − w uᵀ) h_t = c with w = a (1 − λ) ⊙ u has the closed
         form of Sherman & Morrison (1950).
         """
-        return TokenEquation(params.complement, None, None, None, Norm("none"))
+        return TokenEquation(dt=params.complement, bc=None, D=None, z=None, norm=Norm("none"))
 
     def run_kernel(
         self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        # No norm; B and C, which this kernel does not read, count as one normalized group.
-        options = (*mixer_options, True, 1, "none", 0.0, 0)
+        # FP-RNN has no B, C and norm, so the kernel ignores bc_starts and these options.
+        bc_norm, groups, norm, norm_eps, d_state = True, 1, "none", 0.0, 0
+        options = *mixer_options, bc_norm, groups, norm, norm_eps, d_state
         h = inputs.seqs.get_state("h")
         arguments = kernel_arguments(inputs, mixer_options.rank, [0, 0], options) | {
             "decay": inputs.recurrence.decay,
@@ -458,7 +460,10 @@ class FPRNN(FixedPointBlock):
         )
 
     def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
-        """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y."""
+        """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y.
+
+        Without convolutions c = silu(W_c [x, sh(h)]).
+        """
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:
             x_and_h = self._convolve(torch.cat([x, y.to(x.dtype)], -1), seqs, self.conv1d_c, 1)
@@ -471,10 +476,9 @@ class FPRNN(FixedPointBlock):
     def flops_per_token(self) -> BlockFlops:
         c, d = self.config, self.config.d_inner
         per_solve = 2 * (2 * d * d + 2 * d * d)  # lambda_proj and b_proj (d,d), c_proj (d,2d)
-        per_solve += (
-            2 * 6 * d * c.d_conv if c.use_short_conv else 0
-        )  # 4 of d and one of 2d channels
-        return self._count_flops(per_solve, 4 * d)
+        if c.use_short_conv:
+            per_solve += 2 * (4 * d + 2 * d) * c.d_conv  # 4 convolutions of d channels, one of 2d
+        return self._count_flops(per_solve, scan=4 * d)
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

@@ -4,14 +4,16 @@ Given all tokens before t, Q_t, B_t, C_t and Δ_t are known. With M = I − Q_t 
 
     y = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),
 
-where history comes from the recurrence's state and gain multiplies the token's own x̃. If M has rank
-r, M = Uᵀ T U and y = norm(c + Σ_j m_j s_j) with s = U y: r equations in r unknowns,
+where history comes from the recurrence's state and gain multiplies the token's own x̃ = Q x + M y.
+If M has rank r, M = Uᵀ T U and y = norm(c + Σ_j m_j s_j) with s = U y, c = gate ⊙ (history + gain ⊙
+Q x) and m_j = gate ⊙ gain ⊙ (Tᵀ U)_j. These are r equations in r unknowns,
 
     s = φ(s) = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ.
 
-There may be several solutions. The search returns the solution that damped fixed-point iteration
-from s = 0 ("Picard") converges to, as in the paper, and Newton's method refines it. For mixers of
-full rank, full_rank.py iterates y itself with Q_t held fixed.
+`_solve_normalized` computes α, Β, γ₀, γ₁, Γ₂ and δ. There may be several solutions. The search
+returns the solution that damped fixed-point iteration from s = 0 ("Picard") converges to, as in the
+paper, and Newton's method refines it. For mixers of full rank, full_rank.py iterates y itself with
+Q_t held fixed.
 
 Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, all batch dimensions in
 one.
@@ -80,15 +82,15 @@ class EquationTerms(NamedTuple):
 
 
 class TokenEquation(NamedTuple):
-    """Terms of y = norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃)) that FP-Mamba has at hand."""
+    """Terms of y = norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃)), except history and x̃."""
 
-    dt: torch.Tensor  # (b,l,d), or (b,l,·) per head
+    dt: torch.Tensor  # (b,l,d), or (b,l,·) per head; FP-RNN: 1 − λ
     bc: torch.Tensor | None  # (b,l,·) B·C of every group of heads; None: 1
     D: torch.Tensor | None  # (d,) skip weights; None: 0
     z: torch.Tensor | None  # (b,l,d) gate; None: no gate
     norm: Norm
 
-    def gain(self, d: int) -> torch.Tensor:
+    def recurrence_gain(self, d: int) -> torch.Tensor:
         """Return dt (B·C) (b,l,d), the factor on x̃ in the recurrence's output."""
         gain, heads, bc = self.dt, self.dt.shape[-1], self.bc
         if bc is not None:
@@ -104,7 +106,7 @@ class TokenEquation(NamedTuple):
         Args:
             x: Input that the mixer mixes with y, (b,l,d).
             history: Output of the recurrence without the token's own input, (b,l,d).
-            gain: Result of the method `gain`.
+            gain: Result of `recurrence_gain`; the terms' own gain adds D to it.
         """
         gate = None if self.z is None else F.silu(self.z.to(x.dtype))
         total_gain = gain if self.D is None else gain + self.D.to(gain.dtype)
@@ -130,7 +132,7 @@ class PhiParts(NamedTuple):
     """Parts of φ at some s; the derivative and the rounding error of φ also need them."""
 
     numerator: torch.Tensor  # (n,r) α + Β s
-    half_slope: torch.Tensor  # (n,r) γ₁ + Γ₂ s, half the derivative of the term under the root
+    half_slope: torch.Tensor  # (n,r) γ₁ + Γ₂ s, half the derivative of the radicand
     inverse_root: torch.Tensor  # (n,1) 1/√(γ₀ + 2 γ₁·s + sᵀ Γ₂ s)
 
 
@@ -143,7 +145,7 @@ class Coefficients(NamedTuple):
     gamma0: torch.Tensor  # (n,)
     gamma1: torch.Tensor  # (n,r)
     gamma2: torch.Tensor  # (n,r,r)
-    floor: float  # lower bound of the term under the root
+    floor: float  # lower bound of the radicand γ₀ + 2 γ₁·s + sᵀ Γ₂ s
 
     def select(self, indices: torch.Tensor) -> "Coefficients":
         """Return the coefficients of the tokens with these indices."""
@@ -157,8 +159,8 @@ class Coefficients(NamedTuple):
         """Return φ(s) (n,r) and its parts, for s (n,r)."""
         numerator = self.alpha + _times(self.beta, s)
         half_slope = self.gamma1 + _times(self.gamma2, s)
-        square = self.gamma0 + ((self.gamma1 + half_slope) * s).sum(-1)
-        inverse_root = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
+        radicand = self.gamma0 + ((self.gamma1 + half_slope) * s).sum(-1)
+        inverse_root = radicand.clamp_min(self.floor).rsqrt().unsqueeze(-1)
         return numerator * inverse_root + self.delta, PhiParts(numerator, half_slope, inverse_root)
 
     def jacobian(self, parts: PhiParts) -> torch.Tensor:
@@ -190,7 +192,7 @@ class Guess(NamedTuple):
     parts: PhiParts
 
     def residual(self) -> torch.Tensor:
-        """Return the largest |φ(s) − s| of every token, (n,)."""
+        """Return the largest entry of |φ(s) − s| of every token, (n,)."""
         return (self.value - self.s).abs().amax(-1)
 
     def replace(self, other: "Guess", is_replaced: torch.Tensor) -> "Guess":
@@ -246,9 +248,7 @@ def _attracts(slope):
     """Return whether Picard with small steps converges to a root with φ′ = slope (n,r,r)."""
     if slope.shape[-1] == 1:
         return slope[:, 0, 0] < 1
-    slope = torch.where(
-        torch.isfinite(slope), slope, 2.0
-    )  # eigvals raises at NaN; 2 fails the test
+    slope = torch.where(torch.isfinite(slope), slope, 2.0)  # eigvals raises an error at NaN
     return torch.linalg.eigvals(slope).real.amax(-1) < 1
 
 
@@ -372,11 +372,11 @@ def _find_root_by_picard(coefficients, can_prove_pairs=False):
 
 
 def _add_proven_pairs(coefficients, candidates, is_done):
-    """Add the roots that `find_certified_pairs` proves to the candidates (n,2) that are done (n,).
+    """Replace candidates (n,2) that are not done (n,) by the roots that a proof finds.
 
     Returns:
-        The candidates (n,2), which of them are done (n,), and their status (n,): BISECTED if Picard
-        does not converge to the root, otherwise 0.
+        The candidates (n,2), whether each is a root now (n,), and the status of the new roots (n,):
+        BISECTED if Picard does not converge to it, otherwise 0.
     """
     pairs, attracts, is_proven = find_certified_pairs(coefficients)
     is_new = is_proven & ~is_done
@@ -395,8 +395,9 @@ def _try_newton(coefficients, s, parts, residual, previous_residual, is_unfinish
     is_newton_root = torch.zeros_like(is_unfinished)
     if not len(indices):
         return s, is_newton_root
+    max_distance = 2 * distance[indices]  # the ratio is an estimate
     root, is_root = _newton(
-        coefficients.select(indices), s[indices], residual[indices], 2 * distance[indices]
+        coefficients.select(indices), s[indices], residual[indices], max_distance
     )
     root = torch.where(is_root.unsqueeze(-1), root, s[indices])
     return s.index_copy(0, indices, root), is_newton_root.index_copy(0, indices, is_root)
@@ -406,7 +407,7 @@ class _Implicit(torch.autograd.Function):
     """The root s with the gradient of s = φ(s); forward(φ(s), s, I − φ′, status).
 
     The backward passes (I − φ′)⁻ᵀ grad to φ(s), shortened to MAX_GAIN times the length of grad. If
-    s is no root, it passes grad unchanged.
+    s is no root, or this product is not finite, it passes grad unchanged.
     """
 
     @staticmethod
@@ -474,6 +475,7 @@ def _solve_normalized(c, m, U, norm):
     d, weight = c.shape[-1], norm.weight.to(c.dtype)
     c, m = norm.center(c).unsqueeze(-1), norm.center(m)
     weighted_U = U * weight
+    # γ₀ + 2 γ₁·s + sᵀ Γ₂ s is the mean square of c + Σ_j m_j s_j over the channels, plus eps.
     gamma1, gamma2 = (m @ c).squeeze(-1) / d, m @ m.transpose(-1, -2) / d
     gamma0 = c.square().mean((-2, -1)) + norm.eps
     delta = torch.zeros_like(gamma1) if norm.bias is None else U @ norm.bias.to(c.dtype)

@@ -42,7 +42,7 @@ FP_RNN_CONTRACTIVE = {"monarch": 0.95, "nonselective": 0.95}
 def resolve_mixer_bounds(
     block: str, mixer: str, kronecker_norm: str, contractive: float | str | None
 ) -> tuple[str, float | str | None]:
-    """Return (kronecker_norm, contractive), with "auto" replaced by the value for this mixer."""
+    """Return (kronecker_norm, contractive), with "auto" replaced for this block and mixer."""
     if kronecker_norm == "auto":
         kronecker_norm = "spectral" if block == "fp_rnn" else "rows"
     if contractive == "auto":
@@ -136,7 +136,8 @@ class FPRNNConfig(PretrainedConfig):
 
     def __init__(self, **fields: Any) -> None:
         for name, only_value in REMOVED_FIELDS.items():
-            if (value := fields.pop(name, only_value)) != only_value:
+            value = fields.pop(name, only_value)
+            if value != only_value:
                 raise ValueError(
                     f"{name} is {value!r}, and the field was removed: every model has"
                     f" {only_value!r}"
@@ -176,7 +177,7 @@ class FPRNNConfig(PretrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def settle(self) -> None:
-        """Replace each "auto" by its value and check all fields.
+        """Replace "auto" by its value, except in fields that are resolved at use, and check all.
 
         The model calls this again, because `from_pretrained` sets its overrides after `__init__`.
 
@@ -193,8 +194,9 @@ class FPRNNConfig(PretrainedConfig):
         self._settle_solver()
 
     def _settle_values(self):
+        """Replace "auto" in the fields of damping, mixer and dt_rank, and check each field."""
         FIELDS["block"].check("block", self.block)
-        for name, value in PAPER_RULES.get(self.block, PAPER_RULES["fp_mamba1"]).items():
+        for name, value in PAPER_RULES[self.block].items():
             if getattr(self, name) == "auto":
                 setattr(self, name, value)
         self.kronecker_norm, self.contractive = resolve_mixer_bounds(
@@ -264,7 +266,7 @@ class FPRNNConfig(PretrainedConfig):
         return config
 
     def _settle_solver(self):
-        """Replace "auto" in the fields of the solver by its value.
+        """Replace "auto" in token, stopping and gradient, and check the combination of fields.
 
         Raises:
             ValueError: If fields contradict each other, or the schedule is unknown.
@@ -282,7 +284,7 @@ class FPRNNConfig(PretrainedConfig):
                     "stopping `paper` ends the paper's iteration: it needs token `iterate`, not"
                     " `exact`, which solves each token's own equation"
                 )
-            if width:  # neither None (`auto`) nor 0 (`parallel`)
+            if width not in (None, 0):  # `auto`, `parallel`
                 raise ValueError(
                     "stopping `paper` solves all tokens at once: its schedule must be parallel, not"
                     f" `{self.schedule}`"
@@ -307,14 +309,14 @@ def nearest_divisor(number: int, target: int) -> int:
 
 
 def check_sizes(config: Any, kind: str) -> None:
-    """Check that the sizes of a layer fit together.
+    """Check that the sizes and options of a layer fit together.
 
     Args:
         config: The FPRNNConfig of the layer.
-        kind: Its kind, a key of fields.FIELDS_BY_KIND.
+        kind: The layer's kind, a key of fields.FIELDS_BY_KIND.
 
     Raises:
-        ValueError: If they do not. The message names the field and a valid value.
+        ValueError: If they do not. The message names the field, and a valid value if there is one.
     """
     if "expand" in FIELDS_BY_KIND[kind]:
         _check_width(config)

@@ -32,14 +32,14 @@ from .strategies import SolveInputs, Solver, choose_solver
 
 # Layers whose matrices a WeightCache may hold.
 MATERIALIZED_LAYERS = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")
-UNKNOWN_LENGTH = 2**62  # longer than any sequence
+UNKNOWN_LENGTH = 2**62  # longer than any window, so it does not limit the window's width
 
 
 class BlockFlops(NamedTuple):
     """Forward FLOPs per token of a block; a multiply-add counts as two."""
 
     per_solve: int  # once per solve
-    per_step: int  # of each evaluation of f
+    per_step: int  # once per evaluation of f
 
 
 class TokenTrace(NamedTuple):
@@ -80,8 +80,10 @@ class FixedPointBlock(nn.Module):
             u: Input, (b,l,d_model).
             seqs: Padding, documents, state and solver options of the batch.
             checkpoint: Function like torch.utils.checkpoint.checkpoint. The backward then repeats
-                everything that the gradient goes through, but never an iteration. None: store it.
-            count_iterations: Whether to measure ℓ*, the iterations that the paper needs, as well.
+                everything that the gradient goes through, but never an iteration. None: the
+                forward stores all activations.
+            count_iterations: Whether to measure ℓ*, the iterations of the paper's procedure
+                (solver.measure_num_iters).
 
         Returns:
             Output (b,l,d_model), FixedPointStats, and with `seqs.return_state` the BlockState after
@@ -118,7 +120,7 @@ class FixedPointBlock(nn.Module):
         stats = solver.rescale_shares(stats, seqs.mask)._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
             stats = self._measure_num_iters(u, seqs, solver, stats)
-        else:  # remove the solver's own count: ℓ* has another tolerance
+        else:  # remove the count of PaperIteration: ℓ* is defined with another tolerance
             stats = stats._replace(
                 num_iters=None, converged=None, token_iters=None, other_solution=None
             )
@@ -192,7 +194,7 @@ class FixedPointBlock(nn.Module):
         raise NotImplementedError
 
     def scale_noise(self, noise: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert noise (b,l,d) in units of the unweighted norm's output to noise on y (b,l,d)."""
+        """Convert noise (b,l,d) on the norm's output before its weights to noise on y (b,l,d)."""
         return noise
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -230,7 +232,7 @@ class FixedPointBlock(nn.Module):
             with_state: Whether to return the recurrence's state after the last token as well.
 
         Returns:
-            f(y), (b,l,d); with `with_state` a pair of it and the state.
+            f(y), (b,l,d); with `with_state` the pair (f(y), state).
         """
         # 1. Mix channels.
         x, params, _ = self.mix_channels(inputs, y)  # (b,l,d)
@@ -296,7 +298,9 @@ class FixedPointBlock(nn.Module):
 
         def compute_weights():
             weights = self.mixer.weights(mixer_input)
-            return weights if kernel is None else self.mixer.merge_extra(weights)
+            if kernel is None:
+                return weights
+            return self.mixer.merge_extra(weights)  # kernels do not read MixerWeights.extra
 
         weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
         # The mixer's map reads [x, sh(y)], or x + sh(y) with symm_mixer.
@@ -354,7 +358,9 @@ class FixedPointBlock(nn.Module):
         layers = [self._modules[name] for name in MATERIALIZED_LAYERS if name in self._modules]
         parameters = collect_parameters(layers, (Mixer, nn.ModuleList))
         A_log = self._parameters.get("A_log")
-        return parameters if parameters is None or A_log is None else [*parameters, A_log]
+        if parameters is None or A_log is None:
+            return parameters
+        return [*parameters, A_log]
 
     def _make_end_state(self, inputs, y_star, y, h):
         """Return the BlockState after the last token, or None without `return_state`.
@@ -372,7 +378,8 @@ class FixedPointBlock(nn.Module):
             return last_valid_tokens(y, 1, previous, seqs).squeeze(1)
 
         last_y = last_f_y = take_last(y_star, "y")
-        if y is not y_star or seqs.mask is not None or seqs.starts is not None:
+        # In a row of padding only, both fields keep their earlier values, which may differ.
+        if y is not y_star or seqs.mask is not None:
             last_f_y = take_last(y, "f_y")
         return BlockState(last_y, last_f_y, h.detach().clone(), self._make_conv_state(inputs, y))
 
@@ -423,7 +430,8 @@ class FixedPointBlock(nn.Module):
             layer = getattr(self, name, None)
             return 0 if layer is None else 2 * layer.in_features * layer.out_features
 
-        per_solve += sum(map(count_product, ("in_proj", "out_proj", "z_y_proj"))) + 2 * m * d
+        per_solve += sum(map(count_product, ("in_proj", "out_proj", "z_y_proj")))
+        per_solve += 2 * d * m  # the mixer's map of x
         per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
         per_step += count_product("bc_y_proj") + count_product("dt_y_proj")
         per_step += 4 * c.state_centroids * d  # scores of the centroids, and their mean

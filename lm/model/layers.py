@@ -30,7 +30,8 @@ class _ComputedWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = function.__name__
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        has_in_place_name = name.endswith("_") and not name.endswith("__")  # such as add_
+        if has_in_place_name or name == "__setitem__":
             raise TypeError(
                 f"{name}: the weight of a WNLinear is computed from its direction and gain; change"
                 " these, or assign a new one (layer.weight = …)"
@@ -125,10 +126,11 @@ def padded_linear(
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Return whether a call of the layer runs something besides its own forward."""
-    forward = layer._forward_hooks or layer._forward_pre_hooks
-    backward = layer._backward_hooks or layer._backward_pre_hooks
-    return "forward" in vars(layer) or bool(forward or backward)
+    """Return whether a call of the layer runs something besides the forward of its class."""
+    forward_hooks = layer._forward_hooks or layer._forward_pre_hooks
+    backward_hooks = layer._backward_hooks or layer._backward_pre_hooks
+    has_replaced_forward = "forward" in vars(layer)  # an attribute of this instance
+    return has_replaced_forward or bool(forward_hooks or backward_hooks)
 
 
 def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -246,12 +248,12 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Centroids(nn.Module):
-    """Learned vectors c_i. Projections read their weighted mean r(y) instead of y = sh(y).
+    """Learned vectors c_i. Projections read r(sh(y)), a weighted mean of the c_i, instead of sh(y).
 
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 
     and r = 0 at the first token of a document. A state near c_i is pulled to c_i, so small errors
-    do not add up. β is learned.
+    do not add up. β is learned. There are k vectors.
 
     Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with α from the
     squared distance.
@@ -277,9 +279,9 @@ class Centroids(nn.Module):
         """Read states through the centroids, in fp32 or wider.
 
         Args:
-            y: State of the token before each token, (…,d); zero at the first token of a document.
-                If it is None, the call returns `maps(dtype)` for a kernel: adapters and offloading
-                only affect calls of the module.
+            y: sh(y), (…,d); zero at the first token of a document. None: the call returns
+                `maps(dtype)` for a kernel, because adapters and offloading only affect calls of the
+                module.
             noise: Noise that is added to the states before they are read, (…,d), or None.
             dtype: Dtype of the maps.
 
@@ -322,7 +324,7 @@ class Projections(NamedTuple):
 
     def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return each projection by name, (b,l,·), in raw's dtype. y_before: sh(y), (b,l,d)."""
-        k = len(self.weight_y)
+        k = len(self.weight_y)  # columns that read sh(y)
         y_names = [name for name, part in self.columns.items() if part.start < k]
         rows = {name: self.raw[..., part] for name, part in self.columns.items() if part.start >= k}
         if y_names:
@@ -339,6 +341,7 @@ class Projections(NamedTuple):
         has_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
         if is_on_cpu(raw) or not has_one_dtype:
             return raw + F.linear(y_before, weight).to(raw.dtype)
+        # On a GPU: one launch for product and sum.
         columns = torch.addmm(raw.flatten(0, 1), y_before.flatten(0, 1), weight.t())
         return columns.unflatten(0, raw.shape[:2])
 
@@ -395,7 +398,9 @@ def join_projections(
 
     def join_weights():
         weight = torch.cat(weights)
-        return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
+        is_too_wide = weight.dtype.itemsize > dtype.itemsize
+        return weight.to(dtype) if is_too_wide else weight
 
+    # With a kernel, the mixer's rows (Mixer.merge_extra) and the dtype differ.
     cache_key = "weight_y", dtype, sum(map(len, weights))
     return Projections(raw, columns, cached(cache, cache_key, join_weights))

@@ -99,7 +99,7 @@ class Tokens(NamedTuple):
     input_ids: torch.Tensor | None  # (b,l)
     mask: torch.Tensor | None  # (b,l) bool, False at padding
     starts: torch.Tensor | None  # (b,l) bool, True at the first token of a packed document
-    original_order: torch.Tensor | None = None  # (b,l) undoes a move of the padding
+    original_order: torch.Tensor | None = None  # (b,l) positions that undo move_padding_right
 
     def move_padding_right(self) -> "Tokens":
         """Return the same tokens with padding on the right.
@@ -314,7 +314,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 above the previous position, and at the start of a row whose first position is 0.
                 With a cache the first token continues its document.
             seq_idx: Index of each token's document, (b,l) or (1,l), instead of position_ids.
-            count_iterations: Whether to measure ℓ*, the iterations that the paper needs, as well.
+            count_iterations: Whether to measure ℓ*, the iterations of the paper's procedure
+                (solver.measure_num_iters).
             cache: Another name of past_key_values.
             defer_check: Whether to return without waiting for the device to check that the pass is
                 finite. The caller then passes FPRNNOutput.is_finite to `refuse_nonfinite`. A pass
@@ -354,8 +355,10 @@ class FPRNNModel(FPRNNPreTrainedModel):
         starts = find_document_starts(position_ids, seq_idx, batch, length)
         tokens = Tokens(hidden, input_ids, mask, starts).move_padding_right()
         if tokens.starts is not None:
-            # A row without a state has no earlier document; with a cache its document continues.
-            tokens.starts[:, 0] &= state is not None and cache is None
+            # Without a state there is no earlier document that the first token could end. With a
+            # cache the first token continues the document of the cache.
+            can_first_token_start = state is not None and cache is None
+            tokens.starts[:, 0] &= can_first_token_start
         tokens = self._find_eos_ids(tokens)
         seqs = self._make_sequences(tokens, state, needs_state)
 
@@ -419,9 +422,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         hidden_states, stats, states = [], [], []
         is_finite = [all_finite(hidden)]  # read later, because each reading waits for the device
         for index, layer in enumerate(self.layers):
-            if (
-                output_hidden_states
-            ):  # the layer reads the returned tensor, so that it has a gradient
+            if output_hidden_states:
+                # The layer reads the returned tensor itself, so that this tensor gets a gradient.
                 hidden = hidden if residual is None else residual + hidden
                 residual = None
                 hidden_states.append(hidden)
@@ -433,7 +435,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 hidden, residual, layer_stats, *layer_state = layer(
                     hidden, residual, seqs, count_iterations
                 )
-            except NonFiniteError as error:  # names an earlier place if its output is not finite
+            except NonFiniteError as error:
+                # Name this layer, or an earlier place whose output is not finite already.
                 self.refuse_nonfinite([*read_flags(is_finite), False], str(error))
             is_finite.append(all_finite(hidden))
             if layer_stats is not None:
@@ -456,10 +459,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
         """
         if not stats:
             return None
-        *columns, adjoint_norms = zip(*stats)  # a column has the values of all layers
+        # One tuple per field of FixedPointStats, with the values of all layers.
+        *stacked_fields, adjoint_norms = zip(*stats)
         fields = [
-            None if column[0] is None else torch.stack([value.to(device) for value in column])
-            for column in columns
+            None if values[0] is None else torch.stack([value.to(device) for value in values])
+            for values in stacked_fields
         ]
         # Not stacked: the backward writes into the layers' own tensors.
         fields.append(None if adjoint_norms[0] is None else list(adjoint_norms))
@@ -652,13 +656,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             raise ValueError("loss_only uses all tokens: logits_to_keep must be 0 with it")
 
     def solver(self, length: int | None = None) -> dict[str, Any] | str:
-        """Return the solver's settings in the model's mode, or "none" without fixed-point layers.
+        """Return the solver's settings in the current mode (training or evaluation).
 
         Args:
             length: Tokens per sequence. None: unknown.
 
         Returns:
-            See strategies.Solver.describe.
+            See strategies.Solver.describe; "none" without fixed-point layers.
         """
         blocks = self.fixed_point_blocks()
         return blocks[0].describe_solver(self._settings(), length) if blocks else "none"
@@ -691,18 +695,18 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         if not blocks:
             return factor * (per_pass + head)
         settings = self._settings()
-        solver = blocks[0].describe_solver(settings)
         steps = settings.n_backwards if settings.gradient == "one_step" else 1
         differentiated = per_pass + steps * per_step + head
-        if settings.gradient == solver["token"] == "exact" and solver["schedule"] == "sequential":
-            evaluations = evaluations - 1
+        schedule = blocks[0].describe_solver(settings)["schedule"]
+        if settings.gradient == "exact" and schedule == "sequential":
+            evaluations = evaluations - 1  # `differentiated` has one of them
         return evaluations * per_step + factor * differentiated
 
 
 class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
     """FPRNNModel with a linear head on each row's last token, which has read the whole row."""
 
-    # The head of a language model's checkpoint is not loaded.
+    # Loading a language model's checkpoint ignores its head without a warning.
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
     # The loss is a mean over rows, which the Trainer divides by the number of accumulation steps.
     accepts_loss_kwargs = False

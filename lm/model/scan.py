@@ -108,7 +108,7 @@ def _chunk_size(length):
 
 
 def _chunked(x, c):
-    """Return x (b,l,…) as (b,i,c,…), padded with zeros: dt = 0 keeps the state."""
+    """Return x (b,l,…) as (b,i,c,…), padded with zeros: steps with dt = 0 keep the state."""
     pad = -x.shape[1] % c
     if pad:
         x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1)
@@ -116,7 +116,7 @@ def _chunked(x, c):
 
 
 def _carry(h0, decay, contribution):
-    """Return the state before each chunk, (b,i,d); contribution: state after it from zero."""
+    """Return the state before each chunk, (b,i,d), from the contribution of each chunk, (b,i,d)."""
     entering, h = torch.empty_like(contribution), h0
     for i in range(decay.shape[1]):
         entering[:, i] = h
@@ -177,7 +177,8 @@ def selective_scan_plain(
     """
     x, dt, A, B, C, h0, keep = _same_dtype(x, dt, A, B, C, h0, keep)
     h0 = x.new_zeros(len(x), *A.shape) if h0 is None else h0
-    channel_bytes = 4 * B.numel() * B.element_size()  # states, decays, inputs, products
+    # Per channel four tensors of B's shape: states, decays, inputs, products.
+    channel_bytes = 4 * B.numel() * B.element_size()
     width = max(1, MAX_TEMPORARY_BYTES // channel_bytes)  # channels at once
     with torch.autocast(x.device.type, enabled=False):
         slices = zip(x.split(width, 2), dt.split(width, 2), A.split(width), h0.split(width, 1))
@@ -226,8 +227,9 @@ def _linear_recurrence(a, u, h0):
     """Return h (b,l,d) with h_t = a_t h_{t−1} + u_t, all chunks at once."""
     length, c = u.shape[1], _chunk_size(u.shape[1])
     a_c, u_c = _chunked(a, c), _chunked(u, c)
-    if u_c.shape[1] * c > length:  # padded steps keep the state
-        a_c[:, -1, length - u_c.shape[1] * c :] = 1
+    padding = u_c.shape[1] * c - length
+    if padding:  # padded steps keep the state
+        a_c[:, -1, -padding:] = 1
     # 1. Compute each chunk's contribution from a zero state, (b,i,d).
     h = torch.zeros_like(u_c[:, :, 0])
     for j in range(c):

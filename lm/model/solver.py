@@ -54,8 +54,9 @@ def explain_nonfinite(place: str, module: nn.Module, config: Any, symptom: str) 
         config: FPRNNConfig of the model.
         symptom: Description of the output, such as "its output is NaN or infinite".
     """
-    kind = getattr(module, "kind", config.block)
-    layer_config = module.block.config if hasattr(module, "kind") else config
+    is_layer = hasattr(module, "kind")  # an FPRNNLayer, not the embedding, final norm or head
+    kind = module.kind if is_layer else config.block
+    layer_config = module.block.config if is_layer else config
     bad_names = [name for name, p in module.named_parameters() if not all_finite(p)]
     if bad_names:
         cause = f"its parameter {bad_names[0]} is NaN or infinite ({len(bad_names)} are)"
@@ -115,13 +116,15 @@ class FixedPointStats(NamedTuple):
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: whether the paper's procedure has converged
     token_iters: torch.Tensor | None = None  # iterations until all tokens up to this one converge
-    other_solution: torch.Tensor | None = None  # share of tokens with another solution in it
-    # max_t ‖g_t‖ / max_t ‖v_t‖ of the gradient v of y from above and its adjoint g, which includes
-    # the gradient through later tokens. The backward writes it here; None without a gradient.
+    # share of tokens at which the paper's procedure ends at another solution than this solve
+    other_solution: torch.Tensor | None = None
+    # max_t ‖g_t‖ / max_t ‖v_t‖, where v is the gradient that y gets from the layer's output, and g
+    # also includes the gradient through later tokens. The backward writes it here; None without a
+    # gradient.
     adjoint_norm: torch.Tensor | None = None
 
 
-# Relative distance of two iterates above which they are different solutions. It is above the
+# Largest relative distance at which two iterates count as the same solution. It is above the
 # tolerance of the paper's procedure, 0.1.
 MAX_DISTANCE = 0.5
 RESIDUAL_FLOOR = 1e-8  # added to ‖g‖∞ in a relative residual
@@ -167,12 +170,12 @@ def _read_iteration_flags(residual, iteration, *flags):
     Raises:
         NonFiniteError: If a residual (b,) is NaN or infinite.
     """
-    finite = torch.isfinite(residual)
-    is_finite, *flags = torch.stack([finite.all(), *flags]).tolist()
-    if not is_finite:
+    is_finite = torch.isfinite(residual)
+    is_batch_finite, *flags = torch.stack([is_finite.all(), *flags]).tolist()
+    if not is_batch_finite:
         raise NonFiniteError(
             f"the fixed-point iterate became NaN or infinite at iteration {iteration} in"
-            f" sequence(s) {(~finite).nonzero().flatten().tolist()} of the batch"
+            f" sequence(s) {(~is_finite).nonzero().flatten().tolist()} of the batch"
         )
     return flags
 
@@ -242,7 +245,7 @@ def solve_paper(
         iterations += 1
         is_unfinished = damping.lowest_residual >= rule.tol
         num_iters = num_iters + is_unfinished
-        has_large_residual = token_residuals.cummax(1).values >= rule.tol  # of any token up to it
+        has_large_residual = token_residuals.cummax(1).values >= rule.tol  # at it or before it
         needs_another = has_large_residual & is_unfinished[:, None]
         token_iters = torch.where(needs_another, iterations + 1, token_iters)
         # 2. Take a damped step.
@@ -300,7 +303,7 @@ def measure_num_iters(
         paper_y, paper_stats, *_ = solve_paper(f, torch.zeros_like(y), rule)
         token_iters, num_iters = paper_stats.token_iters, paper_stats.num_iters
         converged = paper_stats.converged
-    except NonFiniteError:  # it may diverge although the tokens' own equations have a solution
+    except NonFiniteError:  # f may diverge although the tokens' own equations have a solution
         paper_y = torch.nan * y
         token_iters = torch.full(y.shape[:2], rule.max_iters, device=y.device)
         num_iters = token_iters[:, 0]
@@ -451,7 +454,7 @@ def implicit_gradient(
         def neumann_step(g):
             return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
 
-        try:
+        try:  # quantile 1: until every sequence has converged
             g, stats, *_ = solve_paper(neumann_step, v, rule._replace(quantile=1.0))
         except NonFiniteError as error:
             raise NonFiniteError(f"{DIVERGENCE}: {error}. {DIVERGENCE_CURE}") from None
@@ -475,13 +478,13 @@ def adjoint_gradient(
     y_star: torch.Tensor,
     adjoint_norm: torch.Tensor | None,
     tol: float,
-    products: torch.dtype,
+    product_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return F(y*) with the gradient of the solution of y = F(y) attached.
 
     The gradient v of y* becomes the adjoint g = Σ_k (Jᵀ)ᵏ v with J = ∂F/∂y at y*. F at token t
     reads earlier tokens only, so Jᴸ = 0 for length L, and the sum has at most L terms. It ends
-    earlier if later terms are below the tolerance of y*, or if they are rounding errors.
+    earlier if its change is below the tolerance, or if the change is a rounding error.
 
     Args:
         F: Map (b,l,d) → (b,l,d).
@@ -490,7 +493,7 @@ def adjoint_gradient(
         y_star: The solution, (b,l,d), detached.
         adjoint_norm: Tensor (b,) that the backward writes max ‖g_t‖ / max ‖v_t‖ into, or None.
         tol: Change of a sequence, relative to its largest entry, below which the sum ends.
-        products: dtype that F multiplies in.
+        product_dtype: dtype that F multiplies in.
     """
     F_y_star = F(y_star)
     if not F_y_star.requires_grad:
@@ -510,7 +513,7 @@ def adjoint_gradient(
             (term,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
             previous_g, g = g, v + term
             change = _max_entry(g - previous_g) / _max_entry(g).clamp_min(1e-30)
-            is_rounding = change <= ROUNDING * torch.finfo(products).eps
+            is_rounding = change <= ROUNDING * torch.finfo(product_dtype).eps
             if ((change < tol) | (is_rounding & (change >= lowest_change))).all():
                 break
             lowest_change = torch.minimum(lowest_change, change)

@@ -34,6 +34,8 @@ BASELINES = {
     "lstm": LSTM,
 }
 
+INITIAL_SHARPNESS = 16  # β of the centroids (layers.Centroids)
+
 
 class SolvesOnceLayer(GradientCheckpointingLayer):
     """A layer that passes only a part of its work to `_gradient_checkpointing_func`.
@@ -132,10 +134,9 @@ def _initialize_block(module, cfg):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
         _initialize_gates(module.mixer, cfg.mixer_gate_init_bias)
         if module.centroids is not None:
-            init.normal_(
-                module.centroids.vectors
-            )  # about as long as the output of the block's norm
-            init.constant_(module.centroids.log_sharpness, math.log(16))
+            # About as long as the output of the block's norm, √d_inner.
+            init.normal_(module.centroids.vectors)
+            init.constant_(module.centroids.log_sharpness, math.log(INITIAL_SHARPNESS))
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
         init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
@@ -202,6 +203,7 @@ def _initialize_slstm(layer):
     init.uniform_(layer.gates, -bound, bound)
     init.zeros_(layer.recurrent)
     bias = torch.zeros_like(layer.gate_bias)
+    # The order of the gates is i, f, z, o.
     bias[1] = torch.linspace(3, 6, bias[1].numel(), device=bias.device).view_as(bias[1])
     init.copy_(layer.gate_bias, bias)
 

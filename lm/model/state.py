@@ -63,8 +63,8 @@ class FPRNNState(NamedTuple):
     """State after a forward pass; the next segment of the same streams continues from it."""
 
     layers: tuple[Any, ...]  # state of every layer; a BlockState for fixed-point blocks
-    # (b,) id of each row's last token; −1 if there is none, or if the token was given as an
-    # embedding that is not EOS's. None: unknown
+    # (b,) id of each row's last token; −1 if the row has no token, or if the token was given as an
+    # embedding and is not EOS. None: unknown
     last_token: torch.Tensor | None
 
     def check(self, batch: int, expected: list[list[tuple[int, ...]]]) -> None:
@@ -89,10 +89,11 @@ class FPRNNState(NamedTuple):
                     f"the state is of another model: layer {index} of the state has the shapes"
                     f" {shapes} per stream, and this model needs {patterns} (−1: any number)"
                 )
-            sizes = {len(t) for t in list_tensors(layer)} - {batch}
-            if sizes:
+            other_batches = {len(t) for t in list_tensors(layer)} - {batch}
+            if other_batches:
                 raise ValueError(
-                    f"the state is of a batch of {sizes.pop()} sequences, the input has {batch}"
+                    f"the state is of a batch of {other_batches.pop()} sequences, the input has"
+                    f" {batch}"
                 )
 
     @property
@@ -167,8 +168,8 @@ class WeightCache:
         """Return this cache, emptied if a parameter has changed; None if caching is not safe.
 
         Args:
-            parameters: Parameters that the values depend on. None: they depend on other things,
-                too.
+            parameters: Parameters that the values depend on. None: the values also depend on
+                something else.
         """
         if parameters is None or torch.is_grad_enabled():
             return None
@@ -226,7 +227,7 @@ def draw_state_noise(
     Args:
         block: The fixed-point block.
         u: Its input, (b,l,d_model).
-        sigma: σ, in units of the block's norm before its weights: 1 is the norm's rms.
+        sigma: σ, in units of the norm's output before its weights, whose rms is 1.
         generators: As in `draw`.
 
     Returns:
@@ -255,7 +256,7 @@ class Sequences(NamedTuple):
     starts: torch.Tensor | None = None  # (b,l) True at the first token of a packed document
     # State before the first token. A block that reads or returns a state needs right padding.
     state: BlockState | None = None
-    return_state: bool = False  # whether the block returns its BlockState as well
+    return_state: bool = False  # whether the block returns its BlockState
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) (`state_noise`)
     cache: WeightCache | None = None  # cached weights of the block
     options: SolveOptions = SolveOptions()
@@ -327,11 +328,9 @@ def last_valid_tokens(
     joined = torch.cat([previous.to(x.dtype), x], 1)  # (b,n+l,…)
     if seqs.mask is None and seqs.starts is None:
         return joined[:, x.shape[1] :].clone()
-    positions = torch.arange(n, device=x.device).expand(x.shape[0], n)  # in joined
-    if seqs.mask is None:
-        positions = positions + x.shape[1]
-    else:
-        positions = seqs.mask.sum(1, keepdim=True) + positions
+    # Padding is on the right: positions 0 to n + token_count − 1 of `joined` are valid.
+    token_count = x.shape[1] if seqs.mask is None else seqs.mask.sum(1, keepdim=True)
+    positions = token_count + torch.arange(n, device=x.device).expand(x.shape[0], n)
     tail = gather_tokens(joined, positions)
     if seqs.starts is None or n == 0:
         return tail
@@ -403,7 +402,7 @@ class Adversary:
         noise = self.noise[block]
         if noise.grad is None:
             raise RuntimeError("the second pass needs the backward of the first")
-        length = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
-        direction = noise.grad / length.clamp_min(torch.finfo(length.dtype).tiny)
+        grad_norm = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
+        direction = noise.grad / grad_norm.clamp_min(torch.finfo(grad_norm.dtype).tiny)
         fraction = draw(torch.rand, (len(u), 1, 1), u.device, generators)
         return noise.detach() + self.size * math.sqrt(noise.shape[-1]) * fraction * direction

@@ -44,9 +44,9 @@ from .solver import (
 )
 from .state import Sequences, map_tensors, shift
 
-# Upper limits of the tolerance. EVAL_TOL is for the evaluation of exact tokens, by the dtype of the
-# matrix products. TRAIN_TOL is for their training, and for evaluation with bf16 products or with
-# the paper's iteration.
+# Upper limits of the tolerance. EVAL_TOL is for the evaluation of `token: exact`, by the dtype of
+# the matrix products. TRAIN_TOL is for its training, and for evaluation with bf16 products or with
+# `token: iterate`.
 TRAIN_TOL = 0.01
 EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
 
@@ -63,7 +63,7 @@ class SolveInputs(NamedTuple):
     mixer: MixerWeights
     seqs: Sequences
     recurrence: Any  # constants of the block's recurrence
-    conv_tail: torch.Tensor | None = None  # (b,k−1,·) last inputs of the convolution
+    conv_tail: torch.Tensor | None = None  # (b,d_conv−1,·) last inputs of the convolution
 
     def detach(self) -> "SolveInputs":
         """Return the same inputs without gradients."""
@@ -107,9 +107,9 @@ def choose_window_width(block: Any, settings: Any, length: int, like: torch.Tens
     """
     width = parse_schedule(settings.schedule)
     if width is None:  # auto
-        has_low_rank = settings.token == "exact" and block.mixer.has_low_rank
+        has_few_unknowns = settings.token == "exact" and block.mixer.has_low_rank  # r per token
         is_fast_by_token = like.device.type != "cuda" or find_kernel(block, like) is not None
-        width = 1 if has_low_rank and is_fast_by_token else AUTO_WINDOW
+        width = 1 if has_few_unknowns and is_fast_by_token else AUTO_WINDOW
     if width == 0:  # parallel
         return length
     return min(width, length)
@@ -178,7 +178,7 @@ class Solver:
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay)
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings in use, for labels.
+        """Return the settings in use, for reports.
 
         Returns:
             {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}. tol is None
@@ -187,7 +187,8 @@ class Solver:
         schedule = f"window:{self.width}"
         if self.width == 1:
             schedule = "sequential"
-        if self.settings.stopping == "paper" or 1 < self.width == self.length:
+        has_one_window = self.width > 1 and self.width == self.length
+        if self.settings.stopping == "paper" or has_one_window:
             schedule = "parallel"
         return {
             "token": self.settings.token,
@@ -212,7 +213,7 @@ class Solver:
     ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
         """Give the solution the gradient that the settings name.
 
-        The value is always f(y*): further steps of the gradient change only the gradient.
+        The value stays `solution.f_y`, even if `n_backwards` takes further steps for the gradient.
 
         Args:
             inputs: Inputs of the solve, with the graph to the layer's parameters.
@@ -299,7 +300,8 @@ class ExactSequential(Solver):
             return None
         if self.block.centroids is not None and self.kernel is None:
             return None
-        follows_padding = None  # (b,l) tokens that the kernel would solve wrongly
+        # (b,l) True at tokens after padding: there the kernel reads the y of padding as sh(y)
+        follows_padding = None
         if mask is not None:
             follows_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
             if mask.device.type == "cpu" and follows_padding.any():
@@ -335,7 +337,7 @@ class ExactSequential(Solver):
             history, _ = block.run_recurrence(inputs, params, torch.zeros_like(inputs.x))
             # 3. Solve for y and the mixed input x̃.
             equation = block.token_equation(inputs, params)
-            gain = equation.gain(inputs.x.shape[-1])
+            gain = equation.recurrence_gain(inputs.x.shape[-1])
             terms = equation.add_history(inputs.x, history, gain)
             y, mixed, status = solve_equations(block, inputs, rows, terms)
             # 4. Write x̃ into the state.
@@ -407,7 +409,8 @@ class ExactWindows(Solver):
             y: Iterate, (b,l,d).
 
         Returns:
-            F(y) (b,l,d), the recurrence's state at y, and the status of each token (b,l).
+            F(y) (b,l,d), the state of the recurrence at y after the last token, and the status of
+            each token (b,l).
         """
         block = self.block
         # 1. Run the recurrence at y: its output o (b,l,d).
@@ -416,7 +419,7 @@ class ExactWindows(Solver):
             o, h = block.run_recurrence(inputs, params, x)
             # 2. The history is o without gain ⊙ x, the part of the token's own mixed input.
             equation = block.token_equation(inputs, params)
-            gain = equation.gain(x.shape[-1])
+            gain = equation.recurrence_gain(x.shape[-1])
             terms = equation.add_history(inputs.x, o - gain * x, gain)
             # 3. Solve all equations.
             F_y, _, status = solve_equations(block, inputs, rows, terms)

@@ -27,7 +27,7 @@ def block(dtype=torch.float64, **kwargs):
     return model
 
 
-def u_of(*shape, seed=1):
+def draw_u(*shape, seed=1):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 
@@ -46,32 +46,34 @@ def test_input_projections_are_computed_once_per_solve(monkeypatch, stopping):
 
         monkeypatch.setattr(owner, name, counting)
     with torch.no_grad():
-        _, stats = model.eval()(u_of(1, 6, 8).float())
+        _, stats = model.eval()(draw_u(1, 6, 8).float())
     assert (stats.evaluations == 10).all()
     # The output needs one more step after the paper's solver, which does not return f(y).
     assert calls == {"prepare": 1, "mix_channels": 10 + (stopping == "paper"), "weights": 1}
 
 
-def rule_of(block, training=False):
+def choose_rule(block, training=False):
     block.train(training)
-    return choose_solver(block, block.config, 16, block.out_proj.weight).rule
+    return choose_solver(block, block.config, length=16, like=block.out_proj.weight).rule
 
 
 def test_evaluation_is_stricter_than_training():
+    # The first three fields of a Rule are tol, max_iters and quantile.
     model = block(max_iters=7, eval_max_iters=9)
-    assert rule_of(model, training=True)[:3] == (TRAIN_TOL, 7, 0.75)
-    assert rule_of(model)[:3] == (EVAL_TOL[torch.float64], 9, 1.0)
-    assert rule_of(block(torch.float32)).tol == EVAL_TOL[torch.float32]
-    with torch.autocast("cpu", torch.bfloat16):  # bf16 rounds by about as much
-        assert rule_of(model).tol == TRAIN_TOL
-    assert rule_of(block(eval_tol=0.03)).tol == 0.03
-    assert rule_of(block(tol=1e-3), training=True).tol == 1e-3
+    assert choose_rule(model, training=True)[:3] == (TRAIN_TOL, 7, 0.75)
+    assert choose_rule(model)[:3] == (EVAL_TOL[torch.float64], 9, 1.0)
+    assert choose_rule(block(torch.float32)).tol == EVAL_TOL[torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):  # bf16 rounds by about TRAIN_TOL
+        assert choose_rule(model).tol == TRAIN_TOL
+    assert choose_rule(block(eval_tol=0.03)).tol == 0.03
+    assert choose_rule(block(tol=1e-3), training=True).tol == 1e-3
     iterated = block(token="iterate", stopping="causal")
-    assert rule_of(iterated, training=True).tol == 0.1 and rule_of(iterated).tol == TRAIN_TOL
-    paper = block(
-        schedule="parallel", stopping="paper"
-    )  # the same tolerance; every sequence must reach it
-    assert rule_of(paper)[:3] == (0.1, 1000, 1.0)
+    assert (
+        choose_rule(iterated, training=True).tol == 0.1 and choose_rule(iterated).tol == TRAIN_TOL
+    )
+    paper = block(schedule="parallel", stopping="paper")
+    # The tolerance is as in training, but every sequence must reach it.
+    assert choose_rule(paper)[:3] == (0.1, 1000, 1.0)
 
 
 def test_shift_reads_the_previous_token_of_the_document():

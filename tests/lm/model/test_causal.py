@@ -33,7 +33,7 @@ MODELS = {
     "fp_rnn": dict(block="fp_rnn", mixer_rank=2),
     "fp_rnn-conv-nonselective": dict(block="fp_rnn", use_short_conv=True, mixer="nonselective"),
 }
-# Windows run all iterations.
+# No residual reaches this tolerance, so windows run all iterations.
 EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 SLOW_SCHEDULES = ("window:7",)  # window:4 tests the same
@@ -100,17 +100,17 @@ def every_model_with(*cases, quick):
     ),
 )
 def test_every_schedule_has_one_solution(name, schedule, kernels, monkeypatch):
-    tokens, expected = token_by_token(name)
+    tokens, expected = solve_token_by_token(name)
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     out = run(model_of(name, schedule), tokens, return_state=True)
     assert_close(out.logits, expected.logits, 1e-8)
-    for mine, theirs in zip(out.state.layers, expected.state.layers):
-        assert_close(mine.y, theirs.y, 1e-8)
-        assert_close(mine.h, theirs.h, 1e-8)
+    for ours, theirs in zip(out.state.layers, expected.state.layers):
+        assert_close(ours.y, theirs.y, 1e-8)
+        assert_close(ours.h, theirs.h, 1e-8)
 
 
 @functools.cache
-def token_by_token(name):
+def solve_token_by_token(name):
     """Return tokens, and a model's output for them in plain PyTorch."""
     tokens = ids(length=12)
     tokens[0, 6] = tokens[1, 9] = EOS
@@ -205,11 +205,11 @@ def test_a_sequence_alone_and_in_a_batch_are_the_same(name):
 # Statistics.
 
 
-def u_of():
+def draw_u():
     return torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def with_documents_and_padding():
+def mark_documents_and_padding():
     mask, starts = torch.ones(3, 16, dtype=torch.bool), torch.zeros(3, 16, dtype=torch.bool)
     mask[0, 11:], starts[1, 6], starts[2, 12] = False, True, True
     return Sequences(mask, starts, return_state=True)
@@ -222,8 +222,8 @@ def with_documents_and_padding():
 def test_stats_have_the_residual_of_the_returned_solution(name, schedule, tol):
     model = model_of(name, schedule, tol=tol, eval_tol=tol, contractive=0.5)
     block = model.backbone.layers[0].block
-    solver = block.choose_solver(u_of())
-    inputs = block.prepare(u_of(), with_documents_and_padding())
+    solver = block.choose_solver(draw_u())
+    inputs = block.prepare(draw_u(), mark_documents_and_padding())
     y, stats, f_y, h = solver.solve(inputs)
     expected_f_y, expected_h, status = solver.solve_all_tokens(inputs, y)
     assert not (status & FAILED).any() and (stats.failed == 0).all()
@@ -239,8 +239,8 @@ def test_k_iterations_solve_the_first_k_tokens():
     """So a window of w tokens needs w + 1 evaluations, whatever max_iters is."""
     block = model_of("fp_mamba1").backbone.layers[0].block
     with torch.no_grad():
-        inputs = block.prepare(u_of())
-        exact, y = block.choose_solver(u_of()).solve(inputs).y, torch.zeros_like(inputs.x)
+        inputs = block.prepare(draw_u())
+        exact, y = block.choose_solver(draw_u()).solve(inputs).y, torch.zeros_like(inputs.x)
         windows = choose_solver(block, FPRNNConfig(schedule="parallel"), 16, inputs.x)
         for k in range(1, 17):
             y = windows.solve_all_tokens(inputs, y)[0]
@@ -249,5 +249,5 @@ def test_k_iterations_solve_the_first_k_tokens():
     exact = run(model_of("fp_mamba1"), ids()).logits
     for schedule, count in (("parallel", 13), ("window:4", 5)):
         out = run(model_of("fp_mamba1", schedule, max_iters=3, eval_max_iters=3), ids())
-        assert (out.fixed_point.evaluations == count).all()  # this tolerance is never reached
+        assert (out.fixed_point.evaluations == count).all()  # w + 1, because of EXACT
         assert_close(out.logits, exact)

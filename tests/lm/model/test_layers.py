@@ -1,5 +1,4 @@
-"""The small layers: weight norm that reads and writes as a plain linear layer, what a layer that
-was replaced or hooked does as a matrix."""
+"""Tests of the small layers: weight normalisation, and matrices of replaced or hooked layers."""
 
 import copy
 
@@ -14,10 +13,10 @@ from lm.model.scan import causal_conv
 @pytest.fixture
 def layer():
     torch.manual_seed(0)
-    made = WNLinear(5, 3, bias=True)
-    for parameter in made.parameters():
+    layer = WNLinear(5, 3, bias=True)
+    for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    return made
+    return layer
 
 
 def test_weight_is_the_matrix_that_the_layer_applies(layer):
@@ -29,14 +28,14 @@ def test_weight_is_the_matrix_that_the_layer_applies(layer):
     assert [name for name, _ in layer.named_parameters()] == ["direction", "gain", "bias"]
 
 
-def test_weight_carries_the_gradient_to_gain_and_direction(layer):
+def test_gain_and_direction_get_the_gradient_of_weight(layer):
     (layer.weight**2).sum().backward()
     torch.testing.assert_close(layer.gain.grad, 2 * layer.gain.detach())
-    # The norm of W does not depend on that of the direction, nor on where it points.
+    # ‖W‖ does not depend on the direction.
     torch.testing.assert_close(layer.direction.grad, torch.zeros(3, 5))
 
 
-def test_what_is_written_to_weight_is_what_it_reads_as(layer):
+def test_weight_can_be_assigned(layer):
     W = torch.randn(3, 5)
     layer.weight = W
     torch.testing.assert_close(layer.weight.data, W)
@@ -76,13 +75,13 @@ def test_a_row_of_zeros_is_zero(layer):
 
 
 class Doubled(nn.Linear):
-    """What has taken a layer's place and is more than its weight."""
+    """A layer whose output does not follow from its weight and bias, as with an adapter."""
 
     def forward(self, x):
         return 2 * super().forward(x) + 1
 
 
-def test_affine_map_is_what_the_layer_does(layer):
+def test_affine_map_equals_the_layer(layer):
     x = torch.randn(4, 5)
     plain, other = nn.Linear(5, 3), Doubled(5, 3)
     hooked = nn.Linear(5, 3)
@@ -96,7 +95,7 @@ def test_affine_map_is_what_the_layer_does(layer):
     assert affine_map(nn.Linear(5, 3, bias=False), x)[1] is None
 
 
-def test_affine_map_of_a_hooked_layer_keeps_its_digits_beside_a_large_bias():
+def test_affine_map_of_a_hooked_layer_is_accurate_despite_a_large_bias():
     torch.manual_seed(0)
     layer, x = WNLinear(256, 4, bias=True), torch.randn(64, 256)
     nn.init.normal_(layer.direction)
@@ -106,12 +105,12 @@ def test_affine_map_of_a_hooked_layer_keeps_its_digits_beside_a_large_bias():
     layer = layer.bfloat16()
     plain, _ = affine_map(layer, x.bfloat16())
     layer.register_forward_hook(lambda module, args, out: None)
-    asked, bias = affine_map(layer, x.bfloat16())
-    error, least = ((x @ m.float().T - exact).norm() for m in (asked, plain))
-    assert error < 3 * least and torch.equal(bias, layer.bias)
+    measured, bias = affine_map(layer, x.bfloat16())
+    error, plain_error = ((x @ m.float().T - exact).norm() for m in (measured, plain))
+    assert error < 3 * plain_error and torch.equal(bias, layer.bias)
 
 
-def test_affine_map_of_a_replaced_layer_carries_its_gradient():
+def test_affine_map_of_a_replaced_layer_has_its_gradient():
     other, x = Doubled(5, 3), torch.randn(4, 5)
     nn.functional.linear(x, *affine_map(other, x)).sum().backward()
     through_matrix = other.weight.grad.clone()
@@ -137,16 +136,21 @@ def test_short_conv_is_silu_of_the_causal_convolution():
     torch.testing.assert_close(conv(x, segments), expected)
 
 
-@pytest.mark.parametrize("rows, multiplied", [(8, 8), (13, 16), (1, 8)])
+@pytest.mark.parametrize("rows, padded_rows", [(8, 8), (13, 16), (1, 8)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_on_a_gpu_a_matrix_has_a_multiple_of_eight_rows(rows, multiplied, with_bias, monkeypatch):
-    """Rows of zeros, cut off again. A stand-in says that the tensors are on a GPU."""
+def test_on_a_gpu_a_matrix_has_a_multiple_of_eight_rows(rows, padded_rows, with_bias, monkeypatch):
+    """The patched `is_on_cpu` treats the CPU's tensors as tensors on a GPU."""
     torch.manual_seed(0)
     x, matrix, bias = torch.randn(2, 3, 5), torch.randn(rows, 5), torch.randn(rows)
     bias = bias if with_bias else None
-    expected, seen = nn.functional.linear(x, matrix, bias), []
-    real = nn.functional.linear
+    linear, row_counts = nn.functional.linear, []
+    expected = linear(x, matrix, bias)
+
+    def record_rows(x, matrix, bias):
+        row_counts.append(len(matrix))
+        return linear(x, matrix, bias)
+
     monkeypatch.setattr("lm.model.layers.is_on_cpu", lambda t: False)
-    monkeypatch.setattr(nn.functional, "linear", lambda *a: seen.append(len(a[1])) or real(*a))
+    monkeypatch.setattr(nn.functional, "linear", record_rows)
     torch.testing.assert_close(padded_linear(x, matrix, bias), expected)
-    assert seen == [multiplied]
+    assert row_counts == [padded_rows]

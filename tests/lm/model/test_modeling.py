@@ -87,8 +87,8 @@ def test_initialization_equals_mambas():
     bound = (1 / 32) ** 0.5 / 4**0.5  # kaiming_uniform(a=√5) on fan-in 32, over √n_layer
     assert block.out_proj.weight.abs().max() <= bound * 1.001
     assert block.out_proj.weight.abs().max() > bound * 0.9
-    weight = block.bc_y_proj
-    torch.testing.assert_close(weight.matrix(), weight.direction)  # the gain is the row's norm
+    bc_y_proj = block.bc_y_proj
+    torch.testing.assert_close(bc_y_proj.matrix(), bc_y_proj.direction)  # gain: the row's norm
     assert (block.mixer.alpha_proj.bias == 0).all()
 
 
@@ -98,13 +98,14 @@ def test_initial_output_scales_are_as_configured():
     torch.manual_seed(3)
     plain = dict(small(**layers).named_parameters())
     torch.manual_seed(3)
-    loud = dict(small(**layers, embedding_init_std=0.1, out_proj_init_scale=0.5).named_parameters())
+    fields = dict(embedding_init_std=0.1, out_proj_init_scale=0.5)
+    scaled = dict(small(**layers, **fields).named_parameters())
     factors = {
-        "backbone.embeddings.weight": 5.0,
+        "backbone.embeddings.weight": 5.0,  # 0.1 / 0.02, the default
         "backbone.layers.0.block.out_proj.weight": 0.5,
     }
     for name, weight in plain.items():
-        torch.testing.assert_close(loud[name], factors.get(name, 1.0) * weight)
+        torch.testing.assert_close(scaled[name], factors.get(name, 1.0) * weight)
 
 
 def test_a_layer_may_be_narrower_than_the_model():
@@ -132,9 +133,8 @@ def test_a_layer_may_be_narrower_than_the_model():
     assert isinstance(whole.expand, int) and whole.d_inner == 32
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in FIELDS_BY_KIND if kind != "lstm"]
-)  # this layer has no out_proj
+# The lstm layer has no out_proj.
+@pytest.mark.parametrize("kind", [kind for kind in FIELDS_BY_KIND if kind != "lstm"])
 def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     """Kaiming's bound over √n_layer; loaded weights are not scaled again."""
     block = kind if kind in FIXED_POINT_KINDS else "fp_mamba1"
@@ -142,7 +142,7 @@ def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     model = small(n_layer=16, **fields)
     for layer in model.backbone.layers:
         weight = layer.block.out_proj.weight.detach()
-        bound = weight.shape[1] ** -0.5 / 4
+        bound = weight.shape[1] ** -0.5 / 16**0.5
         assert 0.9 * bound < weight.abs().max() <= bound * 1.001
     model.save_pretrained(tmp_path)
     loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
@@ -154,31 +154,32 @@ def test_weights_missing_in_a_checkpoint_are_initialized(tmp_path):
     model = small(n_layer=16, layers="fp_mamba1 attention", mixer_gate_init_bias=-3.0)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    lacking = {k for k in weights if "mixer." in k or "out_proj" in k}
-    save_file(
-        {k: v for k, v in weights.items() if k not in lacking}, tmp_path / "model.safetensors"
-    )
+    kept_weights = {k: v for k, v in weights.items() if not ("mixer." in k or "out_proj" in k)}
+    save_file(kept_weights, tmp_path / "model.safetensors")
     loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
     for layer in loaded.backbone.layers:
         weight = layer.block.out_proj.weight
-        bound = weight.shape[1] ** -0.5 / 4
+        bound = weight.shape[1] ** -0.5 / 16**0.5
         assert 0.9 * bound < weight.detach().abs().max() <= bound * 1.001
     assert loaded.backbone.layers[0].block.mixer.alpha_proj.bias.item() == -3.0
-    kept = loaded.state_dict()
-    assert all(torch.equal(kept[k], v) for k, v in weights.items() if k not in lacking)
+    state_dict = loaded.state_dict()
+    assert all(torch.equal(state_dict[k], v) for k, v in kept_weights.items())
 
 
 def test_loaded_layer_is_not_initialized(tmp_path, monkeypatch):
-    """Its weights are not even read, because a quantizer may have moved them."""
+    """`_init_weights` gets no module with parameters: a quantizer may have moved them."""
     model = small(layers="fp_mamba1 attention mlp", n_layer=3)
     model.save_pretrained(tmp_path)
-    seen = []
-    real = FPRNNForCausalLM._init_weights
-    monkeypatch.setattr(
-        FPRNNForCausalLM, "_init_weights", lambda self, m: seen.append(m) or real(self, m)
-    )
+    initialized = []
+    init_weights = FPRNNForCausalLM._init_weights
+
+    def record_module(self, module):
+        initialized.append(module)
+        init_weights(self, module)
+
+    monkeypatch.setattr(FPRNNForCausalLM, "_init_weights", record_module)
     FPRNNForCausalLM.from_pretrained(tmp_path)
-    assert not [m for m in seen if next(m.parameters(), None) is not None]
+    assert not any(list(module.parameters()) for module in initialized)
 
 
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_rnn"])
@@ -190,10 +191,10 @@ def test_a_mixer_starts_near_the_identity(mixer, block):
     for start in (0.0, -3.0, -6.0):
         config = dict(mixer=mixer, mixer_rank=2, contractive=None, mixer_gate_init_bias=start)
         model = small(block=block, glu_in_loop=False, **config)
-        found = model.backbone.layers[1].block.mixer
-        P = torch.randn(5, 2 * found.d_inner, generator=torch.Generator().manual_seed(0))
-        off = torch.eye(found.d_inner) - found.matrix(P)
-        norms[start] = torch.linalg.matrix_norm(off, 2).max()
+        module = model.backbone.layers[1].block.mixer
+        P = torch.randn(5, 2 * module.d_inner, generator=torch.Generator().manual_seed(0))
+        M = torch.eye(module.d_inner) - module.matrix(P)
+        norms[start] = torch.linalg.matrix_norm(M, 2).max()
         biases = {k: v for k, v in model.state_dict().items() if k.endswith("_proj.bias")}
         gates = [v for k, v in biases.items() if "alpha_proj" in k or "gate_proj" in k]
         assert gates and all((gate == start).all() for gate in gates)
@@ -201,22 +202,20 @@ def test_a_mixer_starts_near_the_identity(mixer, block):
 
 
 def test_full_rank_mixers_start_near_the_identity():
-    """This holds for exact tokens only.
+    """This holds for exact tokens of FP-Mamba, and only if the field is "auto"."""
 
-    The paper's iteration and reflections start with open gates, and a number in the configuration
-    is used as it is.
-    """
-
-    def start(**fields):
+    def resolve_bias(**fields):
         return FPRNNConfig(**fields).mixer_gate_init_bias
 
-    assert {start(mixer=mixer) for mixer in ("kronecker", "monarch", "mixture")} == {-3.0}
-    assert {start(mixer=mixer) for mixer in ("householder", "dplr", "nonselective")} == {0.0}
-    assert start(mixer="kronecker", token="iterate") == start(mixer="kronecker", stopping="paper")
-    assert (
-        start(mixer="kronecker", token="iterate") == start(mixer="kronecker", block="fp_rnn") == 0
-    )
-    assert start(mixer="kronecker", mixer_gate_init_bias=0.0) == 0
+    assert {resolve_bias(mixer=mixer) for mixer in ("kronecker", "monarch", "mixture")} == {-3.0}
+    assert {resolve_bias(mixer=mixer) for mixer in ("householder", "dplr", "nonselective")} == {0.0}
+    for fields in (
+        dict(token="iterate"),
+        dict(stopping="paper"),
+        dict(block="fp_rnn"),
+        dict(mixer_gate_init_bias=0.0),
+    ):
+        assert resolve_bias(mixer="kronecker", **fields) == 0
     hybrid = FPRNNConfig(n_layer=2, layers=["fp_mamba1", {"fp_mamba1": {"mixer": "monarch"}}])
     assert [hybrid.layer_config(layer).mixer_gate_init_bias for layer in hybrid.layer_list()] == [
         0,
@@ -236,7 +235,7 @@ def test_loaded_gate_is_not_initialized(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields, said",
+    "fields, message",
     [
         (
             dict(mixer="nonselective", mixer_gate_init_bias=-3),
@@ -246,8 +245,8 @@ def test_loaded_gate_is_not_initialized(tmp_path):
         (dict(mixer_gate_init_bias="closed"), "must be a number from -20 to 20, or auto"),
     ],
 )
-def test_gate_bias_of_a_mixer_without_gates_is_refused(fields, said):
-    with pytest.raises(ValueError, match=f"mixer_gate_init_bias.*{said}"):
+def test_invalid_gate_bias_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"mixer_gate_init_bias.*{message}"):
         small(**fields)
 
 

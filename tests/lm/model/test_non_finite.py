@@ -1,5 +1,4 @@
-"""No forward pass returns NaN or infinity, FP-RNN's defaults converge, and a forward pass gives the
-same with and without gradients."""
+"""Tests that no pass returns NaN or infinity, and that gradients do not change a pass's output."""
 
 import re
 
@@ -15,7 +14,7 @@ from lm.model.solver import NonFiniteError
 from tests.lm.model import test_state
 from tests.marks import slow
 
-MIXERS = {
+MIXER_RANKS = {
     "householder": 2,
     "dplr": 2,
     "kronecker": 1,
@@ -40,13 +39,13 @@ def tokens(length=32, batch=3):
     return torch.randint(0, 40, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", MIXER_RANKS)
 @pytest.mark.parametrize("schedule", ["auto", slow("window:4")])
 def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
-    iterated = mixer in ("mixture", "selective_dense")
-    ids = tokens(20 if iterated else 100)
-    for seed in range(1 if iterated else 2):
-        fields = dict(block="fp_rnn", mixer=mixer, mixer_rank=MIXERS[mixer], schedule=schedule)
+    is_slow = mixer in ("mixture", "selective_dense")
+    ids = tokens(20 if is_slow else 100)
+    for seed in range(1 if is_slow else 2):
+        fields = dict(block="fp_rnn", mixer=mixer, mixer_rank=MIXER_RANKS[mixer], schedule=schedule)
         model = model_of(seed=seed, **fields)
         output = model(ids, labels=ids)
         output.loss.backward()
@@ -60,15 +59,15 @@ def test_contractive_defaults_bound_fp_rnn_only():
     assert FPRNNConfig(mixer="kronecker").kronecker_norm == "rows"
     assert FPRNNConfig(mixer="nonselective").contractive is None
     assert FPRNNConfig(block="fp_rnn", mixer="nonselective").contractive == 0.95
-    as_said = dict(kronecker_norm="rows", contractive=None)
-    free = FPRNNConfig(block="fp_rnn", mixer="monarch", **as_said)
+    explicit = dict(kronecker_norm="rows", contractive=None)
+    free = FPRNNConfig(block="fp_rnn", mixer="monarch", **explicit)
     loaded = FPRNNConfig.from_dict(free.to_dict())
     assert (loaded.kronecker_norm, loaded.contractive) == ("rows", None)
 
 
-def wild(mixer, solver, **limits):
+def make_diverging_model(mixer, solver, **limits):
     """Return an unbounded one-layer FP-RNN with parameters that make it diverge, or nearly so."""
-    unbounded = dict(contractive=None, kronecker_norm="rows", mixer_rank=MIXERS[mixer])
+    unbounded = dict(contractive=None, kronecker_norm="rows", mixer_rank=MIXER_RANKS[mixer])
     model = model_of(block="fp_rnn", mixer=mixer, **unbounded, **limits, **SOLVERS[solver])
     with torch.no_grad():
         for parameter in model.backbone.layers[0].block.mixer.parameters():
@@ -76,14 +75,14 @@ def wild(mixer, solver, **limits):
     return model
 
 
-NAMED = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*contractive"
+NAMED_CAUSE = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*contractive"
 
 
 @pytest.mark.parametrize(
     "solver", ["paper", "auto", *(slow(name) for name in ("parallel", "window:4", "sequential"))]
 )
 def test_divergence_error_names_layer_cause_and_cure(solver):
-    model, ids = wild("nonselective", solver), tokens(80, batch=1)
+    model, ids = make_diverging_model("nonselective", solver), tokens(80, batch=1)
     calls = (
         lambda: model(ids),
         lambda: model(ids, labels=ids),
@@ -93,8 +92,9 @@ def test_divergence_error_names_layer_cause_and_cure(solver):
         lambda: model.backbone(ids),
         lambda: model.generate(ids, max_new_tokens=2),
     )
-    for call in calls if solver == "paper" else calls[1::5]:
-        with pytest.raises(NonFiniteError, match=NAMED.format("nonselective")):
+    with_labels, generate = calls[1], calls[6]
+    for call in calls if solver == "paper" else (with_labels, generate):
+        with pytest.raises(NonFiniteError, match=NAMED_CAUSE.format("nonselective")):
             call()
 
 
@@ -108,17 +108,17 @@ def test_divergence_error_names_layer_cause_and_cure(solver):
     ],
 )
 def test_nonfinite_output_is_refused(mixer, solver):
-    model, ids = wild(mixer, solver, max_iters=60), tokens(30)
+    model, ids = make_diverging_model(mixer, solver, max_iters=60), tokens(30)
     try:
         output = model(ids, labels=ids)
     except NonFiniteError as error:
-        assert re.search(NAMED.format(mixer), str(error)), error
+        assert re.search(NAMED_CAUSE.format(mixer), str(error)), error
     else:
         assert output.loss.isfinite() and output.logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    "broken, where",
+    "parameter, place",
     [
         ("backbone.embeddings.weight", "the embedded input"),
         ("backbone.layers.1.norm.weight", "layer 1"),
@@ -130,15 +130,16 @@ def test_nonfinite_output_is_refused(mixer, solver):
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("use_cache", [True, False])  # False: the head reads all flags
-def test_damaged_parameter_is_named(broken, where, value, use_cache):
+def test_damaged_parameter_is_named(parameter, place, value, use_cache):
     model = model_of(n_layer=2, tie_embeddings=False).eval()
+    half_of_embedding = 16 * 40 // 2  # entries: some of the 40 tokens read undamaged rows
     with torch.no_grad():
-        model.get_parameter(broken).view(-1)[: 16 * 40 // 2] = value
-    with pytest.raises(NonFiniteError, match=rf"^{where}: .*parameter .*NaN or infinite"):
+        model.get_parameter(parameter).view(-1)[:half_of_embedding] = value
+    with pytest.raises(NonFiniteError, match=rf"^{place}: .*parameter .*NaN or infinite"):
         model(tokens(), use_cache=use_cache)
 
 
-def test_row_without_the_damaged_embedding_passes():
+def test_pass_without_the_large_embedding_is_finite():
     model = model_of().eval()
     with torch.no_grad():
         model.backbone.embeddings.weight[39] = 1e4
@@ -174,16 +175,16 @@ def test_output_is_the_same_with_and_without_gradients(block, gradient, solver):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def test_gradient_steps_change_only_the_gradient():
-    found = {}
+def test_more_gradient_steps_are_closer_to_the_implicit_gradient():
+    grads = {}
     for name, fields in GRADIENTS.items():
         model = model_of(schedule="auto", tol=0.1, contractive=0.5, **fields).double()
         model(tokens(), labels=tokens()).loss.backward()
-        found[name] = model.backbone.layers[0].block.in_proj.weight.grad
-    assert (found["three_steps"] - found["one_step"]).norm() > 1e-3 * found["one_step"].norm()
+        grads[name] = model.backbone.layers[0].block.in_proj.weight.grad
+    assert (grads["three_steps"] - grads["one_step"]).norm() > 1e-3 * grads["one_step"].norm()
     # More steps are closer to the true gradient.
-    error = {name: (grad - found["implicit"]).norm() for name, grad in found.items()}
-    assert error["three_steps"] < error["one_step"]
+    errors = {name: (grad - grads["implicit"]).norm() for name, grad in grads.items()}
+    assert errors["three_steps"] < errors["one_step"]
 
 
 class HostReads(TorchDispatchMode):
@@ -233,14 +234,14 @@ def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, eos
 def test_document_starts_are_not_checked_on_a_gpu(name, monkeypatch):
     """No token is an EOS token. In fp64 all solves agree to the last digits."""
     model, ids = test_state.model_of(**test_state.BLOCKS[name]).train(), test_state.ids(length=9)
-    found = []
+    results = []
     for is_cpu in (True, False):
         monkeypatch.setattr(modeling_fprnn, "is_on_cpu", lambda t, is_cpu=is_cpu: is_cpu)
         model.zero_grad()
         loss = model(ids, labels=ids).loss
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 def test_backbone_with_deferred_check_returns_flags():

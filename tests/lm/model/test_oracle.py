@@ -34,7 +34,7 @@ MIXERS = {
     "mixture2_spectral": dict(mixer="mixture", mixer_rank=2, kronecker_norm="spectral"),
     "selective_dense": dict(mixer="selective_dense"),
 }
-OF_ALL = {
+FIELDS_OF_EVERY_BLOCK = {
     "conv": dict(use_short_conv=True),
     "symm": dict(symm_mixer=True, mixer_rank=2),
     "symm_kronecker": dict(symm_mixer=True, mixer="kronecker"),
@@ -58,7 +58,7 @@ OF_ALL = {
     "square": dict(d_model=8, headdim=4, mixer="kronecker"),
     "expand1": dict(expand=1, dt_rank=3, headdim=1, mixer_rank=2),
 }
-OF_MAMBA = {
+FIELDS_OF_MAMBA = {
     "gate_inside": dict(glu_in_loop=True),
     "gate_inside_conv": dict(glu_in_loop=True, use_short_conv=True, mixer="kronecker"),
     "no_bc_norm": dict(bc_norm=False),
@@ -90,27 +90,28 @@ RULES = {
     "iterate": dict(token="iterate", stopping="causal"),
     "paper": dict(schedule="parallel", stopping="paper"),
 }
-SINGLE = dict(tol=2e-6, max_iters=300)
+FP32_RULE = dict(tol=2e-6, max_iters=300)  # the 1e-13 of `make_config` is for fp64
 ONE_GROUP = {"one_group": dict(ngroups=1, headdim=6)}
 
 
-def cases(*settings):
-    """Return {"block-name": options}."""
-    found = {}
+def make_cases():
+    """Return {"block-name": fields} of every block with every mixer and toggle."""
+    cases = {}
     for block in BLOCKS:
-        mine = {k: v for setting in settings for k, v in setting.items()}
-        if block != "fp_rnn" and OF_ALL in settings:
-            mine |= OF_MAMBA
-        if block == "fp_mamba2" and OF_ALL in settings:
-            mine |= ONE_GROUP
-        found |= {f"{block}-{name}": dict(block=block, **own) for name, own in mine.items()}
-    return found
+        named_fields = MIXERS | FIELDS_OF_EVERY_BLOCK
+        if block != "fp_rnn":
+            named_fields |= FIELDS_OF_MAMBA
+        if block == "fp_mamba2":
+            named_fields |= ONE_GROUP
+        for name, fields in named_fields.items():
+            cases[f"{block}-{name}"] = dict(block=block, **fields)
+    return cases
 
 
-ALL = cases(MIXERS, OF_ALL)
+CASES = make_cases()
 # A few cases that together run every formula, for expensive tests.
-SOME = {
-    name: ALL[name]
+REPRESENTATIVES = {
+    name: CASES[name]
     for name in (
         "fp_mamba1-householder2_lowrank",
         "fp_mamba1-everything",
@@ -131,15 +132,15 @@ SOME = {
 }
 # For expensive tests: each toggle in a single block, in turn, and each mixer in FP-Mamba-1 and in
 # another block. The other cases are slow.
-TURNS = {f"{list(BLOCKS)[i % 3]}-{name}" for i, name in enumerate(OF_ALL)}
-TURNS |= {f"{list(BLOCKS)[2 - i % 2]}-{name}" for i, name in enumerate(MIXERS)}
-TURNS |= {name for name in ALL if name.partition("-")[2] not in OF_ALL | MIXERS}
-TURNS |= {f"fp_mamba1-{name}" for name in MIXERS}
-in_turn = pytest.mark.parametrize("name", [n if n in TURNS else slow(n) for n in ALL])
-some_cases = pytest.mark.parametrize("name", SOME)
+FAST = {f"{list(BLOCKS)[i % 3]}-{name}" for i, name in enumerate(FIELDS_OF_EVERY_BLOCK)}
+FAST |= {f"{('fp_rnn', 'fp_mamba2')[i % 2]}-{name}" for i, name in enumerate(MIXERS)}
+FAST |= {name for name in CASES if name.partition("-")[2] not in FIELDS_OF_EVERY_BLOCK | MIXERS}
+FAST |= {f"fp_mamba1-{name}" for name in MIXERS}
+every_case = pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in CASES])
+representative_cases = pytest.mark.parametrize("name", REPRESENTATIVES)
 
 
-def options_of(**kwargs):
+def make_config(**kwargs):
     sizes = dict(vocab_size=9, d_model=D_MODEL, n_layer=1, d_state=3, dt_rank=2, headdim=3)
     solve = dict(schedule="parallel", tol=1e-13, max_iters=3000, stepsize=0.9)
     solve |= dict(quantile=1.0, stepsize_decay=1.0)
@@ -186,44 +187,44 @@ def perturb(module, seed=0):
     return module
 
 
-def block_of(dtype=torch.float64, **kwargs):
-    return perturb(build_block(options_of(**kwargs))).to(dtype).train()
+def make_block(dtype=torch.float64, **kwargs):
+    return perturb(build_block(make_config(**kwargs))).to(dtype).train()
 
 
-def inputs(block):
+def draw_inputs(block):
     """Return u (b,l,d_model) and y (b,l,d_inner)."""
     config = block.config
     return normal(B, L, config.d_model), normal(B, L, config.d_inner, seed=2)
 
 
-def parameters_of(module, requires_grad=False):
+def copy_parameters(module, requires_grad=False):
     """Return copies of a module's parameters and buffers in fp64, for the oracle."""
-    own = {k: v.detach().double().clone() for k, v in module.state_dict().items()}
+    copies = {k: v.detach().double().clone() for k, v in module.state_dict().items()}
     for name in dict(module.named_parameters()):
-        own[name].requires_grad_(requires_grad)
-    return own
+        copies[name].requires_grad_(requires_grad)
+    return copies
 
 
-def assert_alike(ours, theirs, tol, what=""):
+def assert_alike(ours, theirs, tol, label=""):
     """Compare relative to the largest entry."""
-    assert ours.shape == theirs.shape, what
+    assert ours.shape == theirs.shape, label
     scale = theirs.detach().abs().max().clamp_min(1e-3)
     error = ((ours.detach().double() - theirs.detach()).abs().max() / scale).item()
-    assert error < tol, f"{what}: {error:.1e} is not below {tol:.0e}"
+    assert error < tol, f"{label}: {error:.1e} is not below {tol:.0e}"
 
 
-def computed_by(backend, monkeypatch):
+def use_backend(backend, monkeypatch):
     """Use a backend by name; it is an error if its self-check fails."""
     monkeypatch.setenv("FPRNN_KERNELS", backend)
     for module in kernels.MODULES.get(backend, {}).values():
         try:
-            found = importlib.import_module(f"lm.kernels.{module}")
+            kernel = importlib.import_module(f"lm.kernels.{module}")
         except ModuleNotFoundError as missing:
             pytest.skip(str(missing))
-        skip_if_missing(found)
+        skip_if_missing(kernel)
 
 
-def documents_and_padding(side):
+def mark_documents_and_padding(side):
     """Return starts and mask (b,l): documents within the rows, and padding on one side."""
     starts = torch.zeros(B, L, dtype=torch.bool)
     starts[0, 3] = starts[0, 4] = starts[1, 2] = True
@@ -237,112 +238,112 @@ def documents_and_padding(side):
 
 @pytest.mark.parametrize(
     "name, backend",
-    [(name, "plain") for name in ALL]
-    + [(name, "cpu") for name in ("fp_mamba1-householder1", *SOME)],
+    [(name, "plain") for name in CASES]
+    + [(name, "cpu") for name in ("fp_mamba1-householder1", *REPRESENTATIVES)],
 )
 @torch.no_grad()
 def test_iteration_equals_the_oracle(name, backend, monkeypatch):
-    computed_by(backend, monkeypatch)
-    block = block_of(**ALL[name])
-    u, y = inputs(block)
-    expected = oracle.apply_map(parameters_of(block), block.config, u, y)
+    use_backend(backend, monkeypatch)
+    block = make_block(**CASES[name])
+    u, y = draw_inputs(block)
+    expected = oracle.apply_map(copy_parameters(block), block.config, u, y)
     assert_alike(block.step(block.prepare(u), y), expected, 1e-12)
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("backend", ["plain", "cpu"])
-@some_cases
+@representative_cases
 @torch.no_grad()
 def test_iteration_of_packed_documents_equals_the_oracle(name, backend, side, monkeypatch):
-    computed_by(backend, monkeypatch)
-    block = block_of(**SOME[name])
-    starts, mask = documents_and_padding(side)
-    u, y = inputs(block)
+    use_backend(backend, monkeypatch)
+    block = make_block(**REPRESENTATIVES[name])
+    starts, mask = mark_documents_and_padding(side)
+    u, y = draw_inputs(block)
     y = y if mask is None else y * mask.unsqueeze(-1)  # as in every iterate
-    expected = oracle.apply_map(parameters_of(block), block.config, u, y, starts, mask)
+    expected = oracle.apply_map(copy_parameters(block), block.config, u, y, starts, mask)
     assert_alike(block.step(block.prepare(u, Sequences(mask, starts)), y), expected, 1e-12)
 
 
 @functools.cache
 @torch.no_grad()
-def solved_by_the_oracle(name, side=None):
+def solve_by_oracle(name, side=None):
     """Return a block's output (b,l,d_model) from the oracle, which uses no stopping rule.
 
     side: Side of the padding, if there are documents and padding.
     """
-    block = block_of(**ALL[name])
-    starts, mask = (None, None) if side is None else documents_and_padding(side)
-    u, _ = inputs(block)
-    return oracle.block_output(parameters_of(block), block.config, u, starts, mask)
+    block = make_block(**CASES[name])
+    starts, mask = (None, None) if side is None else mark_documents_and_padding(side)
+    u, _ = draw_inputs(block)
+    return oracle.block_output(copy_parameters(block), block.config, u, starts, mask)
 
 
 @pytest.mark.parametrize("rule", ["parallel", "sequential", "paper"])
-@in_turn
+@every_case
 @torch.no_grad()
 def test_solved_output_equals_the_oracle(name, rule):
-    block = block_of(**ALL[name], **RULES[rule])
-    u, _ = inputs(block)
+    block = make_block(**CASES[name], **RULES[rule])
+    u, _ = draw_inputs(block)
     out, stats = block(u)
     assert (stats.failed == 0).all()
-    assert_alike(out, solved_by_the_oracle(name), 1e-10)
+    assert_alike(out, solve_by_oracle(name), 1e-10)
 
 
 @pytest.mark.parametrize(
     "name, side, rule",
     [
         (name, side, rule) if (i + j + k) % 3 == 0 else slow(name, side, rule)
-        for i, name in enumerate(SOME)
+        for i, name in enumerate(REPRESENTATIVES)
         for j, side in enumerate(("none", "left", "right"))
         for k, rule in enumerate(("sequential", "window", "iterate", "paper"))
     ],
 )
 @torch.no_grad()
 def test_solved_packed_documents_equal_the_oracle(name, side, rule):
-    block = block_of(**SOME[name], **RULES[rule])
-    starts, mask = documents_and_padding(side)
-    u, _ = inputs(block)
+    block = make_block(**REPRESENTATIVES[name], **RULES[rule])
+    starts, mask = mark_documents_and_padding(side)
+    u, _ = draw_inputs(block)
     out, _ = block(u, Sequences(mask, starts))
     out = out if mask is None else out * mask.unsqueeze(-1)
-    assert_alike(out, solved_by_the_oracle(name, side), 1e-10)
+    assert_alike(out, solve_by_oracle(name, side), 1e-10)
 
 
 def gradients(output, leaves, cotangent):
     """Return gradients of the sum of output ⊙ cotangent, by name."""
-    found = torch.autograd.grad((output * cotangent).sum(), list(leaves.values()))
-    return dict(zip(leaves, found))
+    grads = torch.autograd.grad((output * cotangent).sum(), list(leaves.values()))
+    return dict(zip(leaves, grads))
 
 
 def compare_gradients(block, tol, starts=None, mask=None):
     """Compare the block's output, and the gradients of its input and of every parameter."""
-    u, _ = inputs(block)
+    u, _ = draw_inputs(block)
     dtype = block.out_proj.weight.dtype
     cotangent = normal(*u.shape, seed=3)
     cotangent = cotangent if mask is None else cotangent * mask.unsqueeze(-1)
-    mine = {"input": u.to(dtype).requires_grad_(), **dict(block.named_parameters())}
-    out, stats = block(mine["input"], Sequences(mask, starts))
+    ours = {"input": u.to(dtype).requires_grad_(), **dict(block.named_parameters())}
+    out, stats = block(ours["input"], Sequences(mask, starts))
     assert (stats.failed == 0).all()
-    parameters = parameters_of(block, requires_grad=True)
-    theirs = {"input": mine["input"].detach().double().requires_grad_()}
-    theirs |= {name: parameters[name] for name in mine if name != "input"}
+    parameters = copy_parameters(block, requires_grad=True)
+    theirs = {"input": ours["input"].detach().double().requires_grad_()}
+    theirs |= {name: parameters[name] for name in ours if name != "input"}
     expected = oracle.block_output(parameters, block.config, theirs["input"], starts, mask)
     out = out if mask is None else out * mask.unsqueeze(-1)
     assert_alike(out, expected, tol, "output")
-    found = gradients(out, mine, cotangent.to(dtype))
+    our_grads = gradients(out, ours, cotangent.to(dtype))
     for name, grad in gradients(expected, theirs, cotangent).items():
-        assert grad.abs().max() > 0, f"{name} has no gradient: the comparison would say nothing"
-        assert_alike(found[name], grad, tol, name)
+        assert grad.abs().max() > 0, f"{name} has no gradient, so the comparison tests nothing"
+        assert_alike(our_grads[name], grad, tol, name)
 
 
-@in_turn
+@every_case
 def test_exact_gradient_equals_the_oracle(name, monkeypatch):
-    computed_by("plain", monkeypatch)
-    compare_gradients(block_of(**ALL[name], schedule="sequential"), 1e-9)
+    use_backend("plain", monkeypatch)
+    compare_gradients(make_block(**CASES[name], schedule="sequential"), 1e-9)
 
 
-@some_cases
+@representative_cases
 def test_kernels_exact_gradient_equals_the_oracle(name, monkeypatch):
-    computed_by("cpu", monkeypatch)
-    compare_gradients(block_of(**SOME[name], schedule="sequential"), 1e-9)
+    use_backend("cpu", monkeypatch)
+    compare_gradients(make_block(**REPRESENTATIVES[name], schedule="sequential"), 1e-9)
 
 
 GRADIENTS = {
@@ -360,27 +361,27 @@ GRADIENTS = {
     "name, kind",
     [
         (name, kind) if (i + j) % 3 == 0 or kind == "exact_parallel" else slow(name, kind)
-        for i, name in enumerate(SOME)
+        for i, name in enumerate(REPRESENTATIVES)
         for j, kind in enumerate(GRADIENTS)
     ],
 )
 def test_other_gradients_equal_the_oracle(name, kind):
-    compare_gradients(block_of(**{**SOME[name], **GRADIENTS[kind]}), 1e-9)
+    compare_gradients(make_block(**{**REPRESENTATIVES[name], **GRADIENTS[kind]}), 1e-9)
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("name", ["fp_mamba1-everything", "fp_mamba2-householder4", "fp_rnn-conv"])
 def test_gradients_of_packed_documents_equal_the_oracle(name, kind):
-    block = block_of(**SOME[name], **GRADIENTS[kind])
-    compare_gradients(block, 1e-9, *documents_and_padding("right"))
+    block = make_block(**REPRESENTATIVES[name], **GRADIENTS[kind])
+    compare_gradients(block, 1e-9, *mark_documents_and_padding("right"))
 
 
 @pytest.mark.parametrize("backend", ["plain", "cpu"])
-@some_cases
+@representative_cases
 def test_fp32_equals_the_oracle_to_rounding(name, backend, monkeypatch):
-    computed_by(backend, monkeypatch)
+    use_backend(backend, monkeypatch)
     # The inner iteration of full-rank mixers ends at a relative residual of 1e-5.
-    compare_gradients(block_of(torch.float32, **{**SOME[name], **SINGLE}), 2e-4)
+    compare_gradients(make_block(torch.float32, **{**REPRESENTATIVES[name], **FP32_RULE}), 2e-4)
 
 
 MODELS = {
@@ -393,19 +394,19 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_language_model_equals_the_oracle(name):
-    options = options_of(**{"eos_token_id": 0, **MODELS[name]})
+    options = make_config(**{"eos_token_id": 0, **MODELS[name]})
     model = perturb(FPRNNForCausalLM(options)).double().train()
     ids = torch.randint(1, 9, (B, L), generator=torch.Generator().manual_seed(1))
     ids[0, 2] = ids[1, 4] = 0  # ends of documents
-    parameters = parameters_of(model, requires_grad=True)
+    parameters = copy_parameters(model, requires_grad=True)
     expected = oracle.compute_logits(parameters, options, ids)
     out = model(ids, labels=ids)
     assert (out.fixed_point.failed == 0).all()
     assert_alike(out.logits, expected, 1e-9, "logits")
     loss = oracle.compute_loss(expected, ids)
     assert_alike(out.loss, loss, 1e-10, "loss")
-    mine = dict(model.named_parameters())
-    found = torch.autograd.grad(out.loss, list(mine.values()))
-    theirs = torch.autograd.grad(loss, [parameters[key] for key in mine])
-    for key, a, b in zip(mine, found, theirs):
-        assert_alike(a, b, 1e-8, key)
+    names, leaves = zip(*model.named_parameters())
+    our_grads = torch.autograd.grad(out.loss, leaves)
+    their_grads = torch.autograd.grad(loss, [parameters[name] for name in names])
+    for name, ours, theirs in zip(names, our_grads, their_grads):
+        assert_alike(ours, theirs, 1e-8, name)

@@ -1,4 +1,4 @@
-"""Layer patterns: the language; every kind of layer against transformers' and against itself."""
+"""Tests of layer patterns: their parser, layers next to transformers' layers, whole hybrids."""
 
 import pytest
 import torch
@@ -45,10 +45,10 @@ def ids_of(batch, length, seed=1):
     return torch.randint(2, SIZES["vocab_size"], (batch, length), generator=generator)
 
 
-# The language.
+# The parser.
 
 
-def test_a_line_and_a_list_name_the_same_layers():
+def test_a_text_and_a_list_name_the_same_layers():
     line = parse_layers("mamba*2 fp_mamba1 attention", 4)
     assert [layer.kind for layer in line] == ["mamba", "mamba", "fp_mamba1", "attention"]
     assert parse_layers(["mamba*2", "fp_mamba1 attention"], 4) == line
@@ -58,7 +58,7 @@ def test_a_line_and_a_list_name_the_same_layers():
 
 
 @pytest.mark.parametrize(
-    "layers, n_layer, said",
+    "layers, n_layer, message",
     [
         ("mamba fp_mambo1", 2, r"`fp_mambo1` \(did you mean fp_mamba1\?\): the kinds are"),
         ("mamba*0", 1, r"`mamba\*0`: a count is a whole number above 0, as in mamba\*3"),
@@ -84,8 +84,8 @@ def test_a_line_and_a_list_name_the_same_layers():
         ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: for monarch"),
     ],
 )
-def test_what_cannot_be_is_refused(layers, n_layer, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_pattern_is_refused(layers, n_layer, message):
+    with pytest.raises(ValueError, match=message):
         FPRNNConfig(**{**SIZES, "layers": layers, "n_layer": n_layer})
 
 
@@ -116,7 +116,7 @@ def test_a_pattern_of_equal_layers_is_the_pure_stack():
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-def test_mamba_is_transformers_mamba(kind):
+def test_mamba_equals_transformers_mamba(kind):
     ours = build(dtype=torch.float32, n_layer=2, layers=kind, tie_embeddings=False)
     common = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, expand=2)
     common |= dict(tie_word_embeddings=False, use_cache=False)
@@ -132,7 +132,7 @@ def test_mamba_is_transformers_mamba(kind):
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=2e-5, rtol=1e-4)
 
 
-def test_attention_is_llamas():
+def test_attention_equals_llamas():
     config = FPRNNConfig(**SIZES, n_layer=1, layers="attention", n_heads=4)
     torch.manual_seed(0)
     ours = Attention(config).double()
@@ -142,12 +142,12 @@ def test_attention_is_llamas():
     names = {k.replace("out_proj", "o_proj"): p for k, p in ours.state_dict().items()}
     theirs.load_state_dict(names)
     u = torch.randn(2, 13, 32, dtype=torch.float64)
-    turn = LlamaRotaryEmbedding(llama).double()(u, torch.arange(13)[None])
-    expected, _ = theirs(u, position_embeddings=turn, attention_mask=None)
+    rotary = LlamaRotaryEmbedding(llama).double()(u, torch.arange(13)[None])
+    expected, _ = theirs(u, position_embeddings=rotary, attention_mask=None)
     torch.testing.assert_close(ours(u)[0], expected, atol=1e-6, rtol=1e-5)  # their angles are fp32
 
 
-def test_the_mlp_is_llamas():
+def test_the_mlp_equals_llamas():
     torch.manual_seed(0)
     ours = GatedMLP(FPRNNConfig(**SIZES, n_layer=1, layers="mlp"))
     theirs = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=128))
@@ -158,20 +158,20 @@ def test_the_mlp_is_llamas():
     torch.testing.assert_close(ours(u)[0], theirs(u))
 
 
-def test_attention_by_hand():
-    """Every query by itself, over the tokens that it may look at."""
+def test_attention_reads_only_earlier_tokens_of_its_document():
+    """The test computes every query separately."""
     config = FPRNNConfig(**SIZES, n_layer=1, layers="attention", n_heads=2)
     torch.manual_seed(0)
     layer = Attention(config).double()
     u = torch.randn(1, 7, 32, dtype=torch.float64)
     starts = torch.tensor([[False, False, True, False, False, False, True]])
-    found = layer(u, Sequences(starts=starts))[0]
+    output = layer(u, Sequences(starts=starts))[0]
     q, k, v = (p(u[0]).view(7, 2, 16) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     q, k = (rotate(x[None], torch.arange(7)[None])[0] for x in (q, k))
-    for t, first in enumerate([0, 0, 2, 2, 2, 2, 6]):
+    for t, first in enumerate([0, 0, 2, 2, 2, 2, 6]):  # first token of t's document
         scores = torch.einsum("he,jhe->hj", q[t], k[first : t + 1]) / 4
         o = torch.einsum("hj,jhe->he", scores.softmax(-1), v[first : t + 1])
-        torch.testing.assert_close(found[0, t], layer.out_proj(o.flatten()))
+        torch.testing.assert_close(output[0, t], layer.out_proj(o.flatten()))
 
 
 # The whole model.
@@ -182,11 +182,11 @@ def hybrid(request):
     return build(**HYBRIDS[request.param]).eval()
 
 
-def close(found, expected):
+def assert_close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
 
 
-def test_segments_and_single_tokens_give_what_the_whole_gives(hybrid):
+def test_segments_and_single_tokens_equal_the_whole(hybrid):
     ids = ids_of(2, 11)
     whole = hybrid(ids).logits
     state, parts = None, []
@@ -194,31 +194,32 @@ def test_segments_and_single_tokens_give_what_the_whole_gives(hybrid):
         output = hybrid(part, state=state, return_state=True)
         parts.append(output.logits)
         state = output.state
-    close(torch.cat(parts, 1), whole)
+    assert_close(torch.cat(parts, 1), whole)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_state_after_padding_goes_on_as_without(hybrid, side):
+def test_a_state_after_padding_equals_the_state_without_padding(hybrid, side):
     ids, more = ids_of(2, 8), ids_of(2, 5, seed=2)
     mask = torch.ones_like(ids)
     mask[1, slice(0, 3) if side == "left" else slice(5, 8)] = 0
     state = hybrid(ids, attention_mask=mask, return_state=True).state
     logits = hybrid(more, state=state).logits
     alone = torch.cat([ids[1:, 3:] if side == "left" else ids[1:, :5], more[1:]], 1)
-    close(logits[:1], hybrid(torch.cat([ids, more], 1)[:1]).logits[:, 8:])
-    close(logits[1:], hybrid(alone).logits[:, 5:])
+    assert_close(logits[:1], hybrid(torch.cat([ids, more], 1)[:1]).logits[:, 8:])
+    assert_close(logits[1:], hybrid(alone).logits[:, 5:])
 
 
-def test_packed_documents_are_documents_alone(hybrid):
+def test_packed_documents_equal_the_documents_alone(hybrid):
     ids = ids_of(1, 12)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])
     whole = hybrid(ids, position_ids=positions).logits
     for start, end in ((0, 5), (5, 7), (7, 12)):
-        close(whole[:, start:end], hybrid(ids[:, start:end]).logits)
+        assert_close(whole[:, start:end], hybrid(ids[:, start:end]).logits)
     state = hybrid(ids[:, :9], position_ids=positions[:, :9], return_state=True).state
-    close(hybrid(ids[:, 9:], state=state).logits, whole[:, 9:])
-    new = hybrid(ids[:, 7:], state=state, position_ids=positions[:, 7:]).logits
-    close(new, whole[:, 7:])  # the first token of a segment may start a document
+    assert_close(hybrid(ids[:, 9:], state=state).logits, whole[:, 9:])
+    # The first token of a segment may start a document.
+    new_document = hybrid(ids[:, 7:], state=state, position_ids=positions[:, 7:]).logits
+    assert_close(new_document, whole[:, 7:])
 
 
 def test_a_state_of_another_model_is_refused(hybrid):
@@ -230,7 +231,7 @@ def test_a_state_of_another_model_is_refused(hybrid):
         hybrid(ids_of(3, 3), state=own)
 
 
-def test_the_report_is_of_the_fixed_point_layers():
+def test_the_report_has_only_the_fixed_point_layers():
     model = build(layers="mamba fp_mamba1 attention fp_mamba1", n_layer=4)
     report = model(ids_of(2, 5), count_iterations=True).fixed_point
     assert report.evaluations.shape == (2, 2) and report.num_iters.shape == (2, 2)
@@ -240,16 +241,18 @@ def test_the_report_is_of_the_fixed_point_layers():
 
 def test_solver_fields_of_the_model_hold_in_its_layers():
     model = build(layers="mamba fp_mamba1", n_layer=2)
-    model.config.tol, seen = 0.5, []
+    model.config.tol, tolerances = 0.5, []
     block = model.fixed_point_blocks()[0]
-    block.register_forward_pre_hook(
-        lambda block, given: seen.append(block.get_settings(given[1]).tol)
-    )
+
+    def record_tol(block, args):  # args: u, seqs, …
+        tolerances.append(block.get_settings(args[1]).tol)
+
+    block.register_forward_pre_hook(record_tol)
     model(ids_of(1, 3))
     with model.solving(schedule="parallel", tol=1e-3):
         model(ids_of(1, 3))
         assert model.solver()["schedule"] == "parallel"
-    assert seen == [0.5, 1e-3]
+    assert tolerances == [0.5, 1e-3]
 
 
 def test_flops_are_those_of_the_layers():
@@ -257,13 +260,13 @@ def test_flops_are_those_of_the_layers():
         build(layers=layers, n_layer=len(layers.split())).flops_per_token(1, length=100)
         for layers in ("mamba", "attention", "mamba attention")
     )
-    head = 3 * 2 * 24 * 32
+    head = 3 * 2 * 24 * 32  # three times the forward: 2 · vocab_size · d_model
     assert both == mamba + attention - head
-    # Four maps of 32 × 32; scores and values over 50 tokens on average; three times the forward.
+    # Four maps of 32 × 32; scores and values over 50 of 100 tokens on average.
     assert attention - head == 3 * (2 * 4 * 32 * 32 + 2 * 2 * 50 * 32)
 
 
-def test_what_is_not_finite_names_the_layers_own_kind():
+def test_nonfinite_error_names_the_kind_of_the_layer():
     model = build(layers="mamba fp_rnn", n_layer=2, dtype=torch.float32)
     with torch.no_grad():
         model.backbone.layers[0].block.in_proj.weight.fill_(1e38)

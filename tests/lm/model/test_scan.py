@@ -12,11 +12,11 @@ from tests.oracles import scan_inputs, sequential_scan, sequential_ssd
 NAMES = ["x", "dt", "A", "B", "C", "h0"]
 
 
-def inputs(*size_and_dtype):
+def draw_inputs(*size_and_dtype):
     return {k: v.requires_grad_() for k, v in scan_inputs(*size_and_dtype).items()}
 
 
-def close(name, ours, theirs, tol):
+def assert_close(name, ours, theirs, tol):
     scale = theirs.abs().max().clamp_min(1e-3)
     error = ((ours.double() - theirs).abs().max() / scale).item()
     assert error < tol, f"{name}: relative error {error:.1e}"
@@ -26,7 +26,7 @@ def close(name, ours, theirs, tol):
 @pytest.mark.parametrize("n", [1, 5, 16])
 @pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
 def test_equals_the_recurrence_in_value_state_and_every_gradient(length, n, with_keep):
-    t = inputs(2, length, 6, n)
+    t = draw_inputs(2, length, 6, n)
     keep = None
     if with_keep:
         keep = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
@@ -36,29 +36,29 @@ def test_equals_the_recurrence_in_value_state_and_every_gradient(length, n, with
         weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
         loss = (y * weights).sum() + (h * h).sum()
         results.append((y, h, torch.autograd.grad(loss, list(t.values()))))
-    close("y", results[0][0], results[1][0], 1e-12)
-    close("final state", results[0][1], results[1][1], 1e-12)
+    assert_close("y", results[0][0], results[1][0], 1e-12)
+    assert_close("final state", results[0][1], results[1][1], 1e-12)
     for name, ours, theirs in zip(NAMES, results[0][2], results[1][2]):
-        close(f"grad {name}", ours, theirs, 1e-11)
+        assert_close(f"grad {name}", ours, theirs, 1e-11)
 
 
 @pytest.mark.parametrize("dtype,tol", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_low_precision_inputs_are_computed_in_fp32(dtype, tol):
-    t = inputs(2, 50, 8, 4)
+    t = draw_inputs(2, 50, 8, 4)
     low = {k: v.detach().to(dtype).requires_grad_() for k, v in t.items()}
     exact = {k: v.detach().double().requires_grad_() for k, v in low.items()}
     y, _ = selective_scan(*low.values())
     assert y.dtype == torch.float32
     y_exact, _ = sequential_scan(*exact.values())
-    close("y", y, y_exact, 2e-5)
+    assert_close("y", y, y_exact, 2e-5)
     ours = torch.autograd.grad(y.sum(), list(low.values()))
     theirs = torch.autograd.grad(y_exact.sum(), list(exact.values()))
     for name, a, b in zip(NAMES, ours, theirs):
-        close(f"grad {name}", a, b, tol)
+        assert_close(f"grad {name}", a, b, tol)
 
 
 def test_autocast_does_not_reach_inside():
-    t = inputs(1, 20, 4, 3, torch.float32)
+    t = draw_inputs(1, 20, 4, 3, torch.float32)
     y, _ = selective_scan(*t.values())
     with torch.autocast("cpu", torch.bfloat16):
         y_autocast, _ = selective_scan(*t.values())
@@ -68,37 +68,38 @@ def test_autocast_does_not_reach_inside():
 
 
 def test_small_memory_limit_gives_the_same_numbers(monkeypatch):
-    t = inputs(2, 33, 7, 3)
+    t = draw_inputs(2, 33, 7, 3)
     whole = torch.autograd.grad(selective_scan(*t.values())[0].square().sum(), list(t.values()))
-    monkeypatch.setattr(scan, "MAX_TEMPORARY_BYTES", 4 * 2 * 33 * 3 * 8 * 2)  # two channels a slice
+    channel_bytes = 4 * (2 * 33 * 3) * 8  # four tensors (b,l,n) of 8 bytes
+    monkeypatch.setattr(scan, "MAX_TEMPORARY_BYTES", 2 * channel_bytes)  # two channels per slice
     sliced = torch.autograd.grad(selective_scan(*t.values())[0].square().sum(), list(t.values()))
     for name, a, b in zip(NAMES, sliced, whole):
-        close(f"grad {name}", a, b, 1e-13)
+        assert_close(f"grad {name}", a, b, 1e-13)
 
 
 def test_nothing_of_size_bldn_is_kept_for_the_backward():
     b, length, d, n = 2, 256, 8, 16
-    kept = []
+    saved_sizes = []
 
     def pack(t):
-        kept.append(t.numel())
+        saved_sizes.append(t.numel())
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        selective_scan(*inputs(b, length, d, n).values())
-    assert max(kept, default=0) < b * length * d * n / 4
+        selective_scan(*draw_inputs(b, length, d, n).values())
+    assert max(saved_sizes, default=0) < b * length * d * n / 4
 
 
 def test_does_not_loop_over_every_time_step(monkeypatch):
     calls = []
     original = torch.addcmul
     monkeypatch.setattr(torch, "addcmul", lambda *a: calls.append(1) or original(*a))
-    selective_scan(*inputs(1, 1024, 2, 2).values())
+    selective_scan(*draw_inputs(1, 1024, 2, 2).values())
     assert len(calls) == 3 * 32  # two passes over the 32 steps of a chunk, one over the chunks
 
 
 def test_large_decays_neither_overflow_nor_lose_gradients():
-    t = inputs(1, 40, 3, 2)
+    t = draw_inputs(1, 40, 3, 2)
     with torch.no_grad():
         t["dt"] *= 200
     y, h = selective_scan(*t.values())
@@ -118,8 +119,8 @@ def test_causal_conv_does_not_cross_documents():
     torch.manual_seed(0)
     x, w, bias = torch.randn(1, 9, 3), torch.randn(3, 1, 4), torch.randn(3)
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    apart = torch.cat([causal_conv(x[:, :4], w, bias), causal_conv(x[:, 4:], w, bias)], 1)
-    torch.testing.assert_close(causal_conv(x, w, bias, segments), apart)
+    separate = torch.cat([causal_conv(x[:, :4], w, bias), causal_conv(x[:, 4:], w, bias)], 1)
+    torch.testing.assert_close(causal_conv(x, w, bias, segments), separate)
 
 
 def ssd_inputs(b, length, heads, p, groups, n, dtype=torch.float64):
@@ -157,10 +158,10 @@ def test_ssd_equals_the_recurrence(length, chunk, groups, state, with_keep):
         weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
         loss = (y * weights).sum() + (S * S).sum()
         results.append((y, S, torch.autograd.grad(loss, [t[k] for k in names])))
-    close("y", results[0][0], results[1][0], 1e-12)
-    close("final state", results[0][1], results[1][1], 1e-12)
+    assert_close("y", results[0][0], results[1][0], 1e-12)
+    assert_close("final state", results[0][1], results[1][1], 1e-12)
     for name, ours, theirs in zip(names, results[0][2], results[1][2]):
-        close(f"grad {name}", ours, theirs, 1e-11)
+        assert_close(f"grad {name}", ours, theirs, 1e-11)
 
 
 def test_a_short_sequence_is_a_chunk_of_its_own_length():
@@ -193,9 +194,9 @@ def test_linear_scan_equals_the_recurrence(length):
         expected.append(h)
     expected = torch.stack(expected, 1)
     ours = linear_scan(*tensors)
-    close("h", ours, expected, 1e-13)
+    assert_close("h", ours, expected, 1e-13)
     weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).reshape(ours.shape)
     pairs = [torch.autograd.grad((y * weights).sum(), tensors) for y in (ours, expected)]
     for name, x, y in zip(["a", "u", "h0"], *pairs):
-        close(f"grad {name}", x, y, 1e-12)
+        assert_close(f"grad {name}", x, y, 1e-12)
     assert torch.autograd.gradcheck(linear_scan, tuple(tensors))

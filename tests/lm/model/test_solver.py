@@ -15,7 +15,8 @@ from lm.model.solver import (
 from tests import oracle_solvers
 
 
-def linear(a):
+def make_linear_map(a):
+    """Return f(y) = a y + c with a rate a per sequence, and its fixed point (len(a),3,4)."""
     a = torch.tensor(a, dtype=torch.float64)[:, None, None]
     c = torch.linspace(0.5, 1.5, 12, dtype=torch.float64).reshape(1, 3, 4)
     return (lambda y: a * y + c), c / (1 - a)
@@ -33,8 +34,9 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_iteration_equals_the_papers_rule(name):
+    # −1.1 and −1.6 converge only with damping.
     rates, rule, trace = [0.5, -1.1, 0.0, 0.97, -1.6], RULES[name], []
-    f, exact = linear(rates)
+    f, exact = make_linear_map(rates)
     solution = solve_paper(f, torch.zeros_like(exact), rule, trace)
     start = [list(torch.zeros_like(rows)) for rows in exact]
     maps = [lambda y, i=i: list(f(torch.stack(y))[i]) for i in range(len(rates))]
@@ -42,9 +44,9 @@ def test_every_iteration_equals_the_papers_rule(name):
     assert len(trace) == len(steps) and (solution.stats.evaluations == len(steps)).all()
     for ours, theirs in zip(trace, steps):
         theirs = [torch.tensor(row, dtype=torch.float64) for row in theirs]
-        known = theirs[1] > 1e-11  # below this, rounding decides which residual is the lowest
+        is_known = theirs[1] > 1e-11  # below this, rounding decides which residual is the lowest
         for a, b in zip(ours, theirs):
-            torch.testing.assert_close(a[known], b[known], rtol=1e-6, atol=1e-12)
+            torch.testing.assert_close(a[is_known], b[is_known], rtol=1e-6, atol=1e-12)
     expected = torch.stack([torch.stack(y) for y in expected])
     torch.testing.assert_close(solution.y, expected, rtol=1e-9, atol=1e-12)
     lowest = torch.tensor([row[1] for row in steps])  # (iterations,b)
@@ -76,22 +78,26 @@ def test_token_iters_counts_until_all_tokens_before_converge():
         def f(y, W=W, c=c):
             return (torch.tanh(y.flatten(1) @ W.T) + c).unflatten(1, (8, 3))
 
-        rule, y, seen = Rule(tol=0.05, max_iters=200), torch.zeros(2, 8, 3).double(), []
-        trace = []
+        rule, y, trace = Rule(tol=0.05, max_iters=200), torch.zeros(2, 8, 3).double(), []
         stats = solve_paper(f, y, rule, trace).stats
-        for _ in trace:  # the step size before this update
+        residuals = []  # (b,l) of every iteration
+        stepsize = torch.full((2,), rule.stepsize).double()
+        for _, _, next_stepsize, _ in trace:
             value = f(y)
-            seen.append((y - value).abs().amax(-1) / (value.abs().amax(-1) + 1e-8))
-            before = trace[len(seen) - 2][2] if len(seen) > 1 else torch.full((2,), 0.99).double()
-            y = torch.lerp(y, value, before[:, None, None])
+            residuals.append((y - value).abs().amax(-1) / (value.abs().amax(-1) + 1e-8))
+            y = torch.lerp(y, value, stepsize[:, None, None])
+            stepsize = next_stepsize
+        count = len(residuals)
         for row in range(2):
-            lowest = [min(r[row].max().item() for r in seen[: i + 1]) for i in range(len(seen))]
-            mine = next((i for i, r in enumerate(lowest) if r < rule.tol), len(seen) - 1) + 1
-            assert stats.num_iters[row] == mine
+            lowest = [min(r[row].max().item() for r in residuals[: i + 1]) for i in range(count)]
+            num_iters = next((i for i, r in enumerate(lowest) if r < rule.tol), count - 1) + 1
+            assert stats.num_iters[row] == num_iters
             assert stats.converged[row] == (lowest[-1] < rule.tol)
             for t in range(8):
-                outside = [i for i in range(mine) if seen[i][row, : t + 1].max() >= rule.tol]
-                expected = min(outside[-1] + 2, mine) if outside else 1
+                above = [
+                    i for i in range(num_iters) if residuals[i][row, : t + 1].max() >= rule.tol
+                ]
+                expected = min(above[-1] + 2, num_iters) if above else 1
                 assert stats.token_iters[row, t] == expected, (seed, row, t)
 
 
@@ -101,8 +107,8 @@ def test_count_of_a_sequence_ends_when_it_converges(monkeypatch):
         [[0.05, 0.05], [0.05, 0.5]],
         [[0.5, 0.05], [0.05, 0.05]],
     ]
-    left = iter(torch.tensor(residuals))
-    monkeypatch.setattr(solver, "token_residual", lambda y, g: next(left))
+    remaining = iter(torch.tensor(residuals))  # (b,l) of each iteration
+    monkeypatch.setattr(solver, "token_residual", lambda y, f_y: next(remaining))
     stats = solve_paper(lambda y: y, torch.zeros(2, 2, 3), Rule()).stats
     assert (stats.evaluations == 3).all() and stats.converged.all()
     assert stats.num_iters.tolist() == [2, 3]
@@ -116,11 +122,9 @@ def test_no_gradient_is_recorded():
 
 
 def test_relative_residual_is_that_of_the_worst_token():
-    y = torch.zeros(1, 2, 2)
-    g = torch.tensor([[[4.0, 2.0], [1.0, -1.0]]])
-    y[0, 0, 1] = 1.0
-    y[0, 1] = torch.tensor([0.9, -1.0])
-    torch.testing.assert_close(relative_residual(y, g), torch.tensor([1.0]))
+    y = torch.tensor([[[0.0, 1.0], [0.9, -1.0]]])
+    f_y = torch.tensor([[[4.0, 2.0], [1.0, -1.0]]])  # residuals 4 / 4 and 0.1 / 1
+    torch.testing.assert_close(relative_residual(y, f_y), torch.tensor([1.0]))
 
 
 def test_implicit_gradient_is_that_of_the_fixed_point():
@@ -145,31 +149,32 @@ def test_implicit_gradient_is_that_of_the_fixed_point():
     assert (one_step - theirs).abs().max() > 1e-2  # the two gradients differ
 
 
-def implicitly(slope, rule):
+def compute_implicit_gradient(slope, rule):
     """Return the gradient of the sum of y* with respect to c, for y* = slope y* + c."""
     c = torch.ones(1, 2, 3, dtype=torch.float64, requires_grad=True)
     y_star = (c / (1 - slope)).detach()
-    first = slope * y_star + c
-    implicit_gradient(lambda y: slope * y + c, y_star, first, rule).sum().backward()
+    f_y_star = slope * y_star + c
+    implicit_gradient(lambda y: slope * y + c, y_star, f_y_star, rule).sum().backward()
     return c.grad
 
 
 def test_diverging_implicit_gradient_is_an_error():
     torch.testing.assert_close(
-        implicitly(0.5, Rule(tol=1e-12)), torch.full((1, 2, 3), 2.0, dtype=torch.float64)
+        compute_implicit_gradient(0.5, Rule(tol=1e-12)),
+        torch.full((1, 2, 3), 2.0, dtype=torch.float64),
     )
     for slope in (1.5, 2.0, 1e200):  # the last one overflows
         with pytest.raises(NonFiniteError, match=r"backward of `gradient: implicit`.*contractive"):
-            implicitly(slope, Rule(tol=0.1))
+            compute_implicit_gradient(slope, Rule(tol=0.1))
 
 
 def test_unconverged_implicit_gradient_warns():
     with pytest.warns(UserWarning, match=r"not exact: relative residual .* not below 1e-08"):
-        implicitly(0.9, Rule(tol=1e-8, max_iters=20))
+        compute_implicit_gradient(0.9, Rule(tol=1e-8, max_iters=20))
 
 
 def test_padding_is_not_counted_as_another_solution():
-    """One of two tokens is far off. At padding, NaN would count as well."""
+    """Token 1 has another solution. NaN counts as another solution, too, except at padding."""
     y = torch.ones(2, 4, 3)
     other = y.clone()
     other[:, 1] = -1.0

@@ -90,7 +90,9 @@ def test_segments_equal_the_whole(name):
         torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-8)
         assert_same_state(state, whole.state)
     layer = whole.state.layers[0]
-    conv_count = {"fp_rnn": 2}.get(model.config.block, 1) if model.config.use_short_conv else 0
+    conv_count = 2 if model.config.block == "fp_rnn" else 1
+    if not model.config.use_short_conv:
+        conv_count = 0
     assert layer.y.shape == (2, 16) and len(layer.conv) == conv_count
     h_shape = {"fp_mamba1": (2, 16, 4), "fp_mamba2": (2, 4, 4, 4), "fp_rnn": (2, 16)}
     assert layer.h.shape == h_shape[model.config.block]
@@ -129,7 +131,7 @@ def test_padding_changes_neither_state_nor_logits(name, side):
     lengths = (6, 1, 0)
     rows, masks = [], []
     for row, n in zip(tokens[:, 5:11], lengths):
-        pad = (6 - n, 2) if side == "left" else (0, 8 - n)  # left: also some on the right
+        pad = (6 - n, 2) if side == "left" else (0, 8 - n)  # left: 2 tokens on the right, too
         rows.append(F.pad(row[:n], pad, value=EOS))
         masks.append(F.pad(torch.ones(n, dtype=torch.long), pad))
     batch, mask = torch.stack(rows), torch.stack(masks)
@@ -138,8 +140,8 @@ def test_padding_changes_neither_state_nor_logits(name, side):
     for i, n in enumerate(lengths):
         row = tokens[i : i + 1]
         alone = model(row[:, : 5 + n], return_state=True)
-        mine = padded.logits[i, mask[i].bool()]
-        torch.testing.assert_close(mine, alone.logits[0, 5:], rtol=0, atol=1e-8)
+        logits = padded.logits[i, mask[i].bool()]
+        torch.testing.assert_close(logits, alone.logits[0, 5:], rtol=0, atol=1e-8)
         padded_tensors = dict(named_tensors(padded.state))
         for name_of_tensor, value in named_tensors(alone.state):
             torch.testing.assert_close(
@@ -158,8 +160,8 @@ def test_hidden_states_keep_the_order_of_the_input():
     model, tokens = model_of(), ids(1, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
     kwargs = dict(attention_mask=mask, output_hidden_states=True)
-    plain, carried = model(tokens, **kwargs), model(tokens, return_state=True, **kwargs)
-    for a, b in zip(plain.hidden_states, carried.hidden_states, strict=True):
+    plain, with_state = model(tokens, **kwargs), model(tokens, return_state=True, **kwargs)
+    for a, b in zip(plain.hidden_states, with_state.hidden_states, strict=True):
         torch.testing.assert_close(a[:, 2:], b[:, 2:], rtol=0, atol=1e-9)
 
 

@@ -42,20 +42,20 @@ def tokens():
     return ids
 
 
-def results(model, seed=2):
+def compute_results(model, seed=2):
     """Return logits and every gradient by name."""
     model.zero_grad()
     torch.manual_seed(seed)
     out = model(tokens(), labels=tokens())
     out.loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {**found, "logits": out.logits.detach()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, "logits": out.logits.detach()}
 
 
 def assert_same(ours, theirs, tol=1e-7):
     assert ours.keys() == theirs.keys()
-    for name, right in theirs.items():
-        torch.testing.assert_close(ours[name], right, rtol=tol, atol=tol, msg=name)
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=tol, atol=tol, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def assert_same(ours, theirs, tol=1e-7):
 def test_noise_is_added_to_the_state_that_is_read(name, schedule, kernels, monkeypatch):
     """Compare with a shift that adds the noise itself, for all tokens at once."""
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
-    ours = results(model_of(name, state_noise=SIGMA, schedule=schedule))
+    ours = compute_results(model_of(name, state_noise=SIGMA, schedule=schedule))
     model = model_of(name, schedule="parallel")
     torch.manual_seed(2)
     noise = torch.randn(2, LENGTH, model.config.d_inner)
-    with added_by_the_shift(model, SIGMA * torch.rand(2, 1, 1) * noise, monkeypatch):
-        assert_same(ours, results(model))
+    with add_noise_in_shift(model, SIGMA * torch.rand(2, 1, 1) * noise, monkeypatch):
+        assert_same(ours, compute_results(model))
 
 
 @contextlib.contextmanager
-def added_by_the_shift(model, noise, monkeypatch):
+def add_noise_in_shift(model, noise, monkeypatch):
     """Let `shift` add noise (b,l,d), in units of the norm's output before its weights."""
     shift, block = fixed_point.shift, model.backbone.layers[0].block
 
@@ -86,9 +86,8 @@ def added_by_the_shift(model, noise, monkeypatch):
         shifted = shift(y, seqs, name)
         if name != "y":  # the output gate reads no noise
             return shifted
-        return shifted + (
-            noise if model.config.block == "fp_rnn" else noise * block.out_norm.weight
-        )
+        has_norm = model.config.block != "fp_rnn"
+        return shifted + (noise * block.out_norm.weight if has_norm else noise)
 
     with monkeypatch.context() as patched:
         patched.setattr(fixed_point, "shift", noisy)
@@ -98,14 +97,14 @@ def added_by_the_shift(model, noise, monkeypatch):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_noise_is_in_training_only_and_follows_the_seed(schedule):
     noisy = model_of(n_layer=2, state_noise=SIGMA, schedule=schedule)
-    silent = model_of(n_layer=2, schedule=schedule)
-    first, again, other = results(noisy), results(noisy), results(noisy, seed=3)
+    noiseless = model_of(n_layer=2, schedule=schedule)
+    first, again, other = (compute_results(noisy, seed) for seed in (2, 2, 3))
     for name, value in first.items():
         assert torch.equal(again[name], value), name
-    for different in (other, results(silent)):
+    for different in (other, compute_results(noiseless)):
         assert (first["logits"] - different["logits"]).abs().max() > 1e-3
     with torch.no_grad():
-        expected = silent.eval()(tokens()).logits
+        expected = noiseless.eval()(tokens()).logits
         assert torch.equal(noisy.eval()(tokens()).logits, expected)
 
 
@@ -121,10 +120,10 @@ def test_noise_of_a_sequence_does_not_depend_on_its_batch():
         with model.override_solve_options(generators=generators(6)):
             alone = model(ids[1:]).logits
         with model.override_solve_options(generators=generators(6, 6)):
-            alike = model(ids).logits
+            other_first = model(ids).logits  # row 0 has another seed, row 1 the same
     torch.testing.assert_close(alone, together[1:])
-    torch.testing.assert_close(alike[1:], together[1:])
-    assert (alike[0] - together[0]).abs().max() > 1e-3
+    torch.testing.assert_close(other_first[1:], together[1:])
+    assert (other_first[0] - together[0]).abs().max() > 1e-3
     with (
         pytest.raises(ValueError, match="3 generators for 2 sequences"),
         model.override_solve_options(generators=generators(1, 2, 3)),
@@ -136,28 +135,28 @@ def test_noise_of_a_sequence_does_not_depend_on_its_batch():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_checkpoint_recomputes_with_the_same_noise(schedule, reentrant):
     model = model_of(n_layer=2, state_noise=SIGMA, schedule=schedule)
-    expected = results(model)
+    expected = compute_results(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(results(model), expected, 1e-10)
+    assert_same(compute_results(model), expected, 1e-10)
 
 
 # The adversary.
 
-KAPPA = 0.05
+MAX_LENGTH = 0.05  # `size` of the Adversary
 
 
-def two_passes(model, seed=2):
+def run_two_passes(model, seed=2):
     """Return the logits of both passes, the gradients of the mean loss, and the adversary."""
     model.zero_grad()
     torch.manual_seed(seed)
-    adversary, logits = Adversary(model, KAPPA), []
+    adversary, logits = Adversary(model, MAX_LENGTH), []
     for enter in (adversary.first_pass, adversary.second_pass):
         with enter():
             out = model(tokens(), labels=tokens())
         (out.loss / 2).backward()
         logits.append(out.logits.detach())
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {**found, "first": logits[0], "second": logits[1]}, adversary
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, "first": logits[0], "second": logits[1]}, adversary
 
 
 @pytest.mark.parametrize(
@@ -170,49 +169,50 @@ def two_passes(model, seed=2):
 )
 def test_second_pass_follows_the_gradient_of_the_first(name, schedule, sigma, monkeypatch):
     """Compare with finite differences of noise that the shift adds."""
-    ours, adversary = two_passes(model_of(name, schedule=schedule, state_noise=sigma))
+    ours, adversary = run_two_passes(model_of(name, schedule=schedule, state_noise=sigma))
     (noise,) = adversary.noise.values()
     first = noise.detach().double()
     plain = model_of(name, schedule="parallel")
 
     def pass_with(noise):
-        with added_by_the_shift(plain, noise, monkeypatch), torch.no_grad():
+        with add_noise_in_shift(plain, noise, monkeypatch), torch.no_grad():
             return plain(tokens(), labels=tokens())
 
-    towards = torch.randn(first.shape, generator=torch.Generator().manual_seed(5)).double()
-    above, below = (pass_with(first + step * towards).loss.item() for step in (1e-6, -1e-6))
+    direction = torch.randn(first.shape, generator=torch.Generator().manual_seed(5)).double()
+    above, below = (pass_with(first + step * direction).loss.item() for step in (1e-6, -1e-6))
     numeric = (above - below) / 2e-6
-    assert 2 * (noise.grad * towards).sum().item() == pytest.approx(numeric, rel=1e-4, abs=1e-7)
+    # The backward was of half the loss.
+    assert 2 * (noise.grad * direction).sum().item() == pytest.approx(numeric, rel=1e-4, abs=1e-7)
 
     torch.manual_seed(2)
     if sigma:
-        torch.randn(first.shape), torch.rand(2, 1, 1)  # of the first pass
-    length = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
-    size = KAPPA * math.sqrt(first.shape[-1]) * torch.rand(2, 1, 1)
-    against = (size * noise.grad / length.clamp_min(1e-30)).double()
-    expected = pass_with(first + against).logits
+        torch.randn(first.shape), torch.rand(2, 1, 1)  # skip the random numbers of the first pass
+    grad_norm = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
+    size = MAX_LENGTH * math.sqrt(first.shape[-1]) * torch.rand(2, 1, 1)
+    adversarial_noise = (size * noise.grad / grad_norm.clamp_min(1e-30)).double()
+    expected = pass_with(first + adversarial_noise).logits
     torch.testing.assert_close(ours["second"], expected, rtol=1e-6, atol=1e-6)
-    assert pass_with(first + 1e-3 * against).loss > pass_with(first).loss
+    assert pass_with(first + 1e-3 * adversarial_noise).loss > pass_with(first).loss
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_adversary_with_checkpoints_and_gaussian_noise(reentrant):
     model = model_of(n_layer=2, state_noise=SIGMA)
-    expected, adversary = two_passes(model)
+    expected, adversary = run_two_passes(model)
     assert all(noise.detach().abs().max() > 0 for noise in adversary.noise.values())
     assert len(adversary.noise) == 2
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(two_passes(model)[0], expected, 1e-10)
+    assert_same(run_two_passes(model)[0], expected, 1e-10)
 
 
 def test_adversary_leaves_no_state_behind():
     model = model_of()
-    adversary = Adversary(model, KAPPA)
+    adversary = Adversary(model, MAX_LENGTH)
     with pytest.raises(KeyError), adversary.first_pass():
-        inside = copy.deepcopy(model)
+        model_copy = copy.deepcopy(model)
         raise KeyError
-    for one in (model, inside):
-        assert one.backbone.solve_options.draw_noise is draw_state_noise
+    for each in (model, model_copy):
+        assert each.backbone.solve_options.draw_noise is draw_state_noise
     with adversary.first_pass():
         model(tokens(), labels=tokens())
     with pytest.raises(RuntimeError, match="backward of the first"), adversary.second_pass():

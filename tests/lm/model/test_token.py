@@ -52,27 +52,28 @@ def test_unsolved_tokens_are_counted_without_padding(schedule, monkeypatch):
     assert stats.failed.tolist() == pytest.approx([1 / 9, 0.0])  # padding is not counted
 
 
-def adjoint_of_shift(rate, v):
+def compute_adjoint_of_shift(rate, v):
     """Return c's gradient and the norm by `adjoint_gradient` of F(y)_t = c_t + rate y_{t−1}."""
     c, adjoint_norm = torch.zeros_like(v, requires_grad=True), v.new_zeros(len(v))
 
     def make_F(c):
         return lambda y: c + rate * F.pad(y[:, :-1], (0, 0, 1, 0))
 
-    start = torch.zeros_like(v)
-    y = adjoint_gradient(make_F(c), make_F(c.detach()), start, adjoint_norm, 1e-13, v.dtype)
+    y_star = torch.zeros_like(v)
+    y = adjoint_gradient(make_F(c), make_F(c.detach()), y_star, adjoint_norm, 1e-13, v.dtype)
     (grad,) = torch.autograd.grad(y, c, v)
     return grad[0, :, 0].tolist(), adjoint_norm.item()
 
 
-def cotangent(length, size):
+def make_cotangent(length, size):
+    """Return v (1,length,2), which is zero except for `size` at the last token."""
     v = torch.zeros(1, length, 2, dtype=torch.float64)
     v[0, -1, 0] = size
     return v
 
 
 def test_the_adjoint_reaches_the_first_token():
-    grad, norm = adjoint_of_shift(2.0, cotangent(6, 10.0))
+    grad, norm = compute_adjoint_of_shift(2.0, make_cotangent(6, 10.0))
     assert grad == [10.0 * 2**k for k in (5, 4, 3, 2, 1, 0)]
     assert norm == 2.0**5
 
@@ -108,23 +109,24 @@ def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, max_terms):
 
     def compute_gradient(autocast, tol):
         c = torch.zeros_like(v, requires_grad=True)
-        products = torch.bfloat16 if autocast else torch.float32
+        product_dtype = torch.bfloat16 if autocast else torch.float32
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = adjoint_gradient(
                 lambda y: F_of(y, c),
                 lambda y: F_of(y, c.detach()),
-                torch.zeros_like(v),
-                None,
-                tol,
-                products,
+                y_star=torch.zeros_like(v),
+                adjoint_norm=None,
+                tol=tol,
+                product_dtype=product_dtype,
             )
         return torch.autograd.grad(y, c, v)[0]
 
     exact = compute_gradient(False, 0.0)
-    product_dtypes.clear(), terms.clear()
+    product_dtypes.clear()
+    terms.clear()
     error = (compute_gradient(True, tol) - exact).norm() / exact.norm()
     assert error < 1e-2
-    assert product_dtypes == [torch.bfloat16] * 2
+    assert product_dtypes == [torch.bfloat16] * 2  # in the forward and in the backward
     assert 1 < len(terms) <= max_terms
 
 
@@ -132,7 +134,7 @@ def test_noise_changes_only_projections_that_read_y():
     x, y, noise = normal(2, 5, 3), normal(2, 5, 4, seed=2), normal(2, 5, 4, seed=3)
     projections = join_projections(
         [
-            Projection("alone", x, None),
+            Projection("x_only", x, None),
             Projection("first", 2 * x, normal(3, 4, seed=4)),
             Projection("second", 3 * x, normal(3, 4, seed=5)),
         ],
@@ -140,9 +142,9 @@ def test_noise_changes_only_projections_that_read_y():
         y.dtype,
     )
     rows, expected = projections.add_noise(noise).rows(y), projections.rows(y + noise)
-    for name in ("alone", "first", "second"):
+    for name in ("x_only", "first", "second"):
         torch.testing.assert_close(rows[name], expected[name], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(rows["alone"], x, rtol=0, atol=0)
+    torch.testing.assert_close(rows["x_only"], x, rtol=0, atol=0)
     assert projections.add_noise(None) is projections
 
 
@@ -150,15 +152,15 @@ def test_noise_changes_only_projections_that_read_y():
 @torch.no_grad()
 def test_noise_is_the_same_under_every_schedule(kernels, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
-    u, found = normal(2, 10, 8), {}
+    u, outputs = normal(2, 10, 8), {}
     for schedule in SCHEDULES:
         quiet, noisy = (block_of(schedule=schedule, state_noise=s) for s in (0.0, 0.3))
         assert torch.equal(noisy(u)[0], quiet(u)[0])
         torch.manual_seed(3)
-        found[schedule] = noisy.train()(u)[0]
-        assert (found[schedule] - quiet(u)[0]).abs().max() > 1e-3
-    for schedule in SCHEDULES:
-        torch.testing.assert_close(found[schedule], found["sequential"], rtol=1e-7, atol=1e-8)
+        outputs[schedule] = noisy.train()(u)[0]
+        assert (outputs[schedule] - quiet(u)[0]).abs().max() > 1e-3
+    for output in outputs.values():
+        torch.testing.assert_close(output, outputs["sequential"], rtol=1e-7, atol=1e-8)
 
 
 HIGH_TOL = dict(tol=0.1, eval_tol=0.1, contractive=0.8)
@@ -180,8 +182,8 @@ def test_segments_of_window_length_equal_the_whole():
     block, u = block_of(schedule="window:4", **HIGH_TOL), normal(2, 12, 8)
     whole, stats = block(u)
     assert (stats.residual > 1e-4).all()  # the iterate and the map at it differ
-    state, found = None, []
+    state, outputs = None, []
     for segment in u.split(4, 1):
         out, _, state = block(segment, Sequences(state=state, return_state=True))
-        found.append(out)
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-12)
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-10, atol=1e-12)

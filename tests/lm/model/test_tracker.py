@@ -13,7 +13,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import skip_if_missing
 from tests.tracker import compute_gradient, draw_words, load_tracker
 
-LONGER = 272  # more than two windows of 128
+LENGTH = 272  # more than two windows of 128
 
 
 def relative_distance(ours, theirs):
@@ -27,29 +27,29 @@ def relative_distance(ours, theirs):
 def as_on_cuda(monkeypatch):
     """Let `auto` choose as on a GPU without kernels."""
     real = strategies.choose_window_width
-    stand_in = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    monkeypatch.setattr(strategies, "choose_window_width", lambda *args: real(*args[:-1], stand_in))
+    like = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    monkeypatch.setattr(strategies, "choose_window_width", lambda *args: real(*args[:-1], like))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
 def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
     model = load_tracker()
-    batch = draw_words(2, LONGER)
+    batch = draw_words(2, LENGTH)
     with model.solving(schedule="sequential"):
         loss, gradient = compute_gradient(model, *batch)
     assert loss < 0.05
     with model.solving(schedule=schedule):
-        assert model.solver(LONGER)["schedule"] != "sequential"
-        found_loss, found_gradient = compute_gradient(model, *batch)
-    assert found_loss == pytest.approx(loss, rel=1e-3)
-    assert relative_distance(found_gradient, gradient) < 0.01  # tol 0.01
+        assert model.solver(LENGTH)["schedule"] != "sequential"
+        window_loss, window_gradient = compute_gradient(model, *batch)
+    assert window_loss == pytest.approx(loss, rel=1e-3)
+    assert relative_distance(window_gradient, gradient) < 0.01  # tol 0.01
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
 def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
     """The end of a chunk ends a window."""
     model = load_tracker().eval()
-    ids, _ = draw_words(2, LONGER)
+    ids, _ = draw_words(2, LENGTH)
     with torch.no_grad():
         with model.solving(schedule="sequential"):
             expected = model(ids).logits
@@ -57,9 +57,9 @@ def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
             output = model(ids)
             chunks, cache = [], None
             for chunk in ids.split(50, 1):
-                found = model(chunk, past_key_values=cache, use_cache=True)
-                cache = found.past_key_values
-                chunks.append(found.logits)
+                chunk_output = model(chunk, past_key_values=cache, use_cache=True)
+                cache = chunk_output.past_key_values
+                chunks.append(chunk_output.logits)
     assert output.fixed_point.failed.max() == 0
     assert (output.logits - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (torch.cat(chunks, 1) - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -110,12 +110,12 @@ def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1, "d_state": 4}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, mixer_rank=rank)).double()
     ids, answers = draw_words(6, 12)
-    found = {}
+    results = []
     for kernels in ("plain", "auto"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         stats = model(ids).fixed_point
-        found[kernels] = compute_gradient(model, ids, answers)[1], stats
-    (plain, plain_stats), (compiled, stats) = found["plain"], found["auto"]
+        results.append((compute_gradient(model, ids, answers)[1], stats))
+    (plain, plain_stats), (compiled, stats) = results
     assert (stats.grad_limited.mean() > 0.005) == (rank > 1)
     for name in ("failed", "bisected", "grad_limited"):
         torch.testing.assert_close(getattr(stats, name), getattr(plain_stats, name))
@@ -144,6 +144,6 @@ def test_max_iters_does_not_limit_exact_windows():
 def test_auto_on_a_gpu_is_sequential_if_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
-    assert model.solver(LONGER)["schedule"] == "window:128"  # no GPU kernels are available
+    assert model.solver(LENGTH)["schedule"] == "window:128"  # no GPU kernels are available
     monkeypatch.setattr(strategies, "find_backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
-    assert model.solver(LONGER)["schedule"] == schedule
+    assert model.solver(LENGTH)["schedule"] == schedule

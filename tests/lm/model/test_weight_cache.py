@@ -35,7 +35,7 @@ def ids():
     return torch.randint(16, (2, 6), generator=torch.Generator().manual_seed(0))
 
 
-def after(model, cache):
+def decode(model, cache):
     """Return the logits of another token, without changing the cache."""
     state, length = cache.state, cache.length
     logits = model(ids()[:, -1:], past_key_values=cache).logits
@@ -43,9 +43,9 @@ def after(model, cache):
     return logits
 
 
-def fresh(model, cache):
-    """Return the same logits without cached weights."""
-    return after(model, copy.deepcopy(cache))
+def decode_uncached(model, cache):
+    """Return the same logits. A copy of a cache has no cached weights."""
+    return decode(model, copy.deepcopy(cache))
 
 
 @every_block
@@ -54,7 +54,7 @@ def test_cached_weights_change_nothing(settings):
     model = model_of(**settings)
     cache = model(ids(), use_cache=True).past_key_values
     assert cache._weight_caches[0]._values and not copy.deepcopy(cache)._weight_caches
-    assert torch.equal(after(model, cache), fresh(model, cache))
+    assert torch.equal(decode(model, cache), decode_uncached(model, cache))
 
 
 @every_block
@@ -62,15 +62,15 @@ def test_cached_weights_change_nothing(settings):
 def test_changed_parameter_is_read_again(settings):
     model = model_of(n_layer=1, **settings)
     cache = model(ids(), use_cache=True).past_key_values
-    before = after(model, cache)
+    before = decode(model, cache)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0 or "embeddings" in name:
             continue
         parameter.mul_(1.5).add_(0.1)
-        assert torch.equal(after(model, cache), fresh(model, cache)), f"{name}, in place"
+        assert torch.equal(decode(model, cache), decode_uncached(model, cache)), f"{name}, in place"
         parameter.data = parameter.data * 0.9
-        assert torch.equal(after(model, cache), fresh(model, cache)), f"{name}, new memory"
-    assert not torch.equal(after(model, cache), before)
+        assert torch.equal(decode(model, cache), decode_uncached(model, cache)), f"{name}, moved"
+    assert not torch.equal(decode(model, cache), before)
 
 
 @torch.no_grad()
@@ -78,21 +78,21 @@ def test_wrapped_layer_is_never_cached():
     model = model_of()
     block = model.backbone.layers[0].block
     cache = model(ids(), use_cache=True).past_key_values
-    before = after(model, cache)
-    added = lambda layer, given, out: out + given[0].sum()  # noqa: E731
-    handle = block.mixer.u_proj.register_forward_hook(added)
+    before = decode(model, cache)
+    add_sum = lambda layer, args, out: out + args[0].sum()  # noqa: E731
+    handle = block.mixer.u_proj.register_forward_hook(add_sum)
     assert block._materialized_parameters() is None
-    hooked = after(model, cache)
+    hooked = decode(model, cache)
     assert not torch.allclose(hooked, before)
     handle.remove()
-    assert torch.equal(after(model, cache), before)
+    assert torch.equal(decode(model, cache), before)
 
 
 def test_nothing_is_cached_with_gradients():
     model = model_of()
     cache = model(ids(), use_cache=True).past_key_values
     assert not cache._weight_caches[0]._values
-    after(model, cache).sum().backward()
+    decode(model, cache).sum().backward()
     assert model.backbone.layers[0].block.mixer.u_proj.direction.grad.abs().max() > 0
 
 
@@ -110,7 +110,6 @@ def test_nothing_is_cached_of_inference_tensors():
 def test_last_positions_are_the_same_with_a_full_mask(n, length):
     x, before = torch.randn(2, length, 3), torch.randn(2, n, 3)
     full = Sequences(mask=torch.ones(2, length, dtype=torch.bool))
-    for given in (None, before):
-        assert torch.equal(
-            last_valid_tokens(x, n, given, Sequences()), last_valid_tokens(x, n, given, full)
-        )
+    for previous in (None, before):
+        unmasked = last_valid_tokens(x, n, previous, Sequences())
+        assert torch.equal(unmasked, last_valid_tokens(x, n, previous, full))
