@@ -137,7 +137,7 @@ def test_the_polynomials_are_those_of_the_equation():
         expected = torch.linalg.solve(rest, g * e.alpha + e.delta)
         torch.testing.assert_close(s, expected, rtol=1e-6, atol=1e-9)
         under = e.gamma0 + 2 * (e.gamma1 * s).sum(1) + torch.einsum("ni,nij,nj->n", s, e.gamma2, s)
-        torch.testing.assert_close(e.expand_square() @ powers, det**2 * under, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(e.expand_n_squared() @ powers, det**2 * under, rtol=1e-5, atol=1e-9)
 
 
 def test_bernstein_coefficients_count_zeros():
