@@ -375,9 +375,7 @@ def count_sign_changes(
 
 
 @torch.no_grad()
-def find_certified_pairs(
-    coefficients: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def find_certified_pairs(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find all roots in Picard's half-plane or plane, and decide which one Picard converges to.
 
     Args:

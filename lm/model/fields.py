@@ -165,9 +165,7 @@ ARCHITECTURE = {
         " of about 0.2.",
     ),
     "block": Field(
-        "fp_mamba1",
-        ("fp_mamba1", "fp_mamba2", "fp_rnn"),
-        "The kind of fixed-point block.",
+        "fp_mamba1", ("fp_mamba1", "fp_mamba2", "fp_rnn"), "The kind of fixed-point block."
     ),
     "layers": Field(
         None,
@@ -476,13 +474,7 @@ _MIXER_FIELDS = (
     "mixer_h_dep",
     "symm_mixer",
 )
-_BLOCK_FIELDS = (
-    "expand",
-    "use_short_conv",
-    "out_norm_epsilon",
-    "out_proj_init_scale",
-    "eps",
-)
+_BLOCK_FIELDS = ("expand", "use_short_conv", "out_norm_epsilon", "out_proj_init_scale", "eps")
 _FP_MAMBA_FIELDS = (
     *_MIXER_FIELDS,
     *_BLOCK_FIELDS,

@@ -104,9 +104,7 @@ class MatrixMixer:
         return _times(self.dense(raw, weights), x - y) + y
 
 
-def solve_by_iterating(
-    equations: FullRank,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def solve_by_iterating(equations: FullRank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve the equations, with the gradient of the solution.
 
     Returns:

@@ -121,11 +121,7 @@ class Mixer(nn.Module):
         return None
 
     def mix(
-        self,
-        raw: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: MixerWeights,
+        self, raw: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weights: MixerWeights
     ) -> torch.Tensor:
         """Return Q x + (I − Q) y = M(P; x − y) + y, (…,d), for raw (…,m), x and y (…,d)."""
         return self(raw.to(x.dtype), x - y, weights) + y

@@ -20,14 +20,7 @@ from torch import nn
 
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
-from .mixer_base import (
-    Mixer,
-    MixerWeights,
-    ReflectionOptions,
-    build_named_mixer,
-    mixer,
-    norm_bound,
-)
+from .mixer_base import Mixer, MixerWeights, ReflectionOptions, build_named_mixer, mixer, norm_bound
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}  # power iterations, as in the paper's code
@@ -457,11 +450,7 @@ class Contractive(Mixer):
         return self.mixer.merge_extra(weights)
 
     def mix(
-        self,
-        raw: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: MixerWeights,
+        self, raw: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weights: MixerWeights
     ) -> torch.Tensor:
         mixed = self.mixer.mix(raw, x, y, weights)
         return x - self._compute_shrink(raw, weights) * (x - mixed)

@@ -5,12 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.delta import (
-    DeltaProduct,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    delta_rule,
-)
+from lm.model.delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct, delta_rule
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
 

@@ -168,10 +168,7 @@ def test_power_iterations_find_the_largest_eigenvalue():
             "mixer_rank is 5: .* d_inner .* = 12, for example [46]",
         ),
         (dict(mixer="selective_dense", d_model=200), "at most 256"),
-        (
-            dict(mixer="kronecker", mixer_proj_rank=4),
-            "mixer_proj_rank is only for householder",
-        ),
+        (dict(mixer="kronecker", mixer_proj_rank=4), "mixer_proj_rank is only for householder"),
     ],
 )
 def test_impossible_sizes_are_refused(settings, message):
