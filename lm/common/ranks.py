@@ -17,9 +17,8 @@ from lm.common.errors import HANG, ConfigError, MachineError
 MAX_RANKS = 1_000_000  # larger numbers are typing errors
 # Patterns of the messages of gloo, NCCL and torch's store if another process is silent, or gone.
 TIMEOUT = r"time(d |-)?out"
-LOST_CONNECTION = (
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|" + TIMEOUT
-)
+GONE = r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)"
+LOST_CONNECTION = f"{GONE}|{TIMEOUT}"
 Result = TypeVar("Result")
 
 
@@ -122,7 +121,7 @@ def as_lost_peer_error(error: BaseException) -> MachineError | None:
     if not is_collective or not re.search(LOST_CONNECTION, text, re.I):
         return None
     first_line = text.strip().partition("\n")[0]
-    # Drop a prefix such as `[/gloo/pair.cc:575]`, and torch's guess at the reason.
+    # Without a prefix such as `[/gloo/pair.cc:575]`, and torch's guess at the reason.
     cause = re.sub(r"^\[\S*\]\s*", "", first_line).partition(". This is typically")[0]
     has_timed_out = re.search(TIMEOUT, text, re.I)
     state = "does not answer" if has_timed_out else "is gone: it was killed, or its host is down"

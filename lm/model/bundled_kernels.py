@@ -57,8 +57,7 @@ def _write_package(name):
     """Write FILES into the folder `name` of the user's cache, and return the folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     parent = Path(cache) / "fprnn" / "kernels"
-    # The files import each other and two modules of lm.common, whose text is in FILES too: in the
-    # package these imports need other names.
+    # Imports of each other, and of the two modules of lm.common in FILES, get the package's name.
     texts = {
         file: text.replace("lm.kernels", name).replace("lm.common.", f"{name}.")
         for file, text in FILES.items()

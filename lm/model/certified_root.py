@@ -30,8 +30,7 @@ from torch.nn.functional import pad
 MAX_DIRECT_STEPS = 12
 # Limits of the residual |φ(s) − s|, in machine epsilons of the size of its terms: below ROUNDING it
 # is rounding; a search that ends below SOLVED has found a root.
-ROUNDING = 8
-SOLVED = 256
+ROUNDING, SOLVED = 8, 256
 # Largest factor by which the gradient of s is multiplied on its way back to the coefficients. The
 # true factor is infinite where two roots meet (φ′ = 1).
 MAX_GAIN = 20.0
@@ -145,10 +144,7 @@ def _newton(e, s, is_searched, eps):
 def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
     """Return whether damped Picard from zero converges to a root with any step sizes in (0, 1].
 
-    Args:
-        e: The equations.
-        phi_0: φ(0), (n,).
-        root: A root of each equation, (n,).
+    phi_0: φ(0), (n,). root: A root of each equation, (n,).
     """
     side = torch.where(root < 0, -1.0, 1.0)
     e, root, phi_0 = e.mirror(side), side * root, side * phi_0  # now root ≥ 0
@@ -199,10 +195,7 @@ def _is_lowest(e, phi_0, root):
 def has_no_zero(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> torch.Tensor:
-    """Return whether the signs of Bernstein coefficients prove that a cubic has no zero in [0, 1].
-
-    The cubic is c0 + c1 x + c2 x² + c3 x³.
-    """
+    """Return whether Bernstein signs prove that c0 + c1 x + c2 x² + c3 x³ ≠ 0 on [0, 1]."""
     b1 = 3 * c0 + c1  # the two middle coefficients are multiplied by 3
     bernstein = torch.stack([c0, b1, b1 + c1 + c2, c0 + c1 + c2 + c3])
     return (bernstein > 0).all(0) | (bernstein < 0).all(0)
@@ -330,12 +323,7 @@ def _tensor_like(values, t):
 
 
 def to_bernstein(coefficients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the Bernstein coefficients of a polynomial on every piece, (n,p,7).
-
-    Args:
-        coefficients: Coefficients of the polynomial of degree 6, (n,7).
-        ends: Ends of the pieces, (n,p+1).
-    """
+    """Return the Bernstein coefficients (n,p,7) of polynomials (n,7) on pieces; ends (n,p+1)."""
     low, width = ends[:, :-1], ends.diff(dim=1)
     c = [coefficients[:, i : i + 1].expand_as(low) for i in range(DEGREE + 1)]
     # 1. Compute the Taylor coefficients at `low`.
@@ -359,9 +347,7 @@ def count_sign_changes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bound the number of zeros of P in every piece by its Bernstein coefficients' sign changes.
 
-    Args:
-        coefficients: Coefficients of P, (n,7).
-        ends: Ends of the pieces, (n,p+1).
+    coefficients: of P, (n,7). ends: of the pieces, (n,p+1).
 
     Returns:
         The number of sign changes, (n,p), or UNKNOWN if a coefficient is too small to have a sign;

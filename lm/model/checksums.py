@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 SUMS = "SHA256SUMS"
-SHA256_DIGITS = 64  # hexadecimal digits of a checksum
 
 # Fingerprint of a file (see `_fingerprint`) → checksum, for files that this process read or wrote.
 _cache: dict[tuple[int, ...], str] = {}
@@ -40,15 +39,12 @@ def cache_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def describe_mismatch(folder: Path, sums: Mapping[str, str], use_cache: bool = False) -> str:
-    """Describe the first file that does not match its checksum, beginning with its name.
+    """Describe the first file that does not match its checksum, name first; "" if all match.
 
     Args:
         folder: The folder.
         sums: File name → checksum.
         use_cache: As for `sha256`.
-
-    Returns:
-        The description; "" if all files match.
     """
     for name, digest in sums.items():
         path = folder / name
@@ -80,8 +76,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     sums = {}
     for line in lines:
         digest, _, name = line.partition("  ")
-        is_file_name = bool(name) and os.path.basename(name) == name
-        if len(digest) != SHA256_DIGITS or not is_file_name:
+        is_file_name = name and os.path.basename(name) == name
+        if len(digest) != 64 or not is_file_name:  # SHA-256 has 64 hexadecimal digits
             raise ValueError(f"{folder / SUMS} is damaged: {line[:80]!r} is no checksum of a file")
         sums[name] = digest
     if not sums:
@@ -107,7 +103,7 @@ def refuse_changed(folder: Path | str, is_checked: Callable[[str], bool] = lambd
     checked = {name: digest for name, digest in sums.items() if is_checked(name)}
     problem = describe_mismatch(folder, checked, use_cache=True)
     if sums and not problem:  # weights that SHA256SUMS does not list would pass unchecked
-        # transformers reads the .bin files only if there are no .safetensors files.
+        # transformers reads .bin files only without .safetensors files.
         weights = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
         unlisted = sorted(path.name for path in weights if path.name not in sums)
         problem = f"{unlisted[0]} is not listed in {SUMS}" if unlisted else ""

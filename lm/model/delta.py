@@ -88,8 +88,7 @@ def delta_rule(
     with torch.autocast(q.device.type, enabled=False):
         length, n = k.shape[1:3]
         chunk_tokens = max(1, min(chunk // n, length))
-        # 1. Cut k, v, β and q into chunks: K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1), and
-        #    Q (b,i,h,t,k).
+        # 1. Cut k, v, β, q into chunks: K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1), Q (b,i,h,t,k).
         K, V, B = (
             _chunked(t.to(dtype).flatten(1, 2), chunk_tokens * n).transpose(2, 3)
             for t in (k, v, beta.unsqueeze(-1))
@@ -124,10 +123,7 @@ def delta_rule(
 
 
 def _multiply_gates(log_alpha, starts, n, chunk_steps):
-    """Multiply the gates of n steps per token, by `ssd_decays`.
-
-    log_alpha: (b,l,h). starts: (b,l) or None.
-    """
+    """Multiply the gates of n steps per token by `ssd_decays`. log_alpha (b,l,h), starts (b,l)."""
     batch, length, heads = log_alpha.shape
     log_gates = log_alpha.new_zeros(batch, length, n, heads)
     log_gates[:, :, 0] = log_alpha  # the gate applies before the first step of a token
@@ -269,9 +265,7 @@ class DeltaProduct(GatedDeltaProduct):
     has_gate = False
 
 
-# FLOPs of `channel_delta_rule` per entry of S: 1 for S diag(w), 2 each for S a, (S a) bᵀ, v kᵀ and
-# S q.
-CHANNEL_RULE_FLOPS = 9
+CHANNEL_RULE_FLOPS = 9  # per entry of S: 1 for S diag(w), 2 each for S a, (S a) bᵀ, v kᵀ, S q
 
 
 def channel_delta_rule(
@@ -377,8 +371,7 @@ class KDA(GatedDeltaNet):
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
-# Arguments `factor` of `rwkv7_rank` for the maps of w and a, and for the map of the gate.
-WA_RANK_FACTOR, GATE_RANK_FACTOR = 2.5, 5.0
+WA_RANK_FACTOR, GATE_RANK_FACTOR = 2.5, 5.0  # `factor` for the maps of w and a, and of the gate
 
 
 def rwkv7_rank(d_model: int, factor: float) -> int:
@@ -437,8 +430,7 @@ class RWKV7(PlainLayer):
         self.v_proj = nn.Linear(d, d, bias=False)
         self.w_lora = LowRankMap(d, rwkv7_rank(d, WA_RANK_FACTOR), torch.tanh)
         self.a_lora = LowRankMap(d, rwkv7_rank(d, WA_RANK_FACTOR), nn.Identity())
-        gate_rank = rwkv7_rank(d, GATE_RANK_FACTOR)
-        self.g_lora = LowRankMap(d, gate_rank, torch.sigmoid, bias=False)
+        self.g_lora = LowRankMap(d, rwkv7_rank(d, GATE_RANK_FACTOR), torch.sigmoid, bias=False)
         # eps is 1e-5 times the width of a head, as in the authors' code.
         self.g_norm = GroupNorm(self.heads, d, eps=1e-5 * (d // self.heads))
         self.out_proj = nn.Linear(d, d, bias=False)

@@ -245,8 +245,7 @@ class Mamba3(PlainLayer):
         x = seqs.zero_padding(x).to(wide)
         dt = seqs.zero_padding(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
         rate = F.softplus(rate.to(wide)).clamp_min(1e-4)  # −A
-        # (1 − λ) Δ, with which a token writes the value of the previous token.
-        previous_weight = (1 - trapezoid.to(wide).sigmoid()) * dt
+        previous_weight = (1 - trapezoid.to(wide).sigmoid()) * dt  # (1 − λ) Δ
         with without_autocast(u):
             # 2. Compute and rotate keys and queries (b,l,h,n).
             turn = dt.unsqueeze(-1) * math.pi * theta.to(wide).tanh().unsqueeze(-2)  # (b,l,h,r)
@@ -300,9 +299,8 @@ class Mamba3(PlainLayer):
             last_valid_tokens(t, 1, None if old is None else old.unsqueeze(1), seqs).squeeze(1)
             for t, old in zip((x, key, angle), before)
         )
-        return TrapezoidState(
-            h.detach().clone(), last_x, last_key, last_angle.remainder(2 * math.pi)
-        )
+        last_angle = last_angle.remainder(2 * math.pi)
+        return TrapezoidState(h.detach().clone(), last_x, last_key, last_angle)
 
     def flops_per_token(self, length: int) -> int:
         c = self.config

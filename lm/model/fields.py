@@ -428,8 +428,7 @@ RENAMED_FIELDS = {
 }
 
 
-# Names of the mixers of lm/model/mixers.py, in the order of their registration. (mixer_base.MIXERS
-# also has the mixers of other modules.)
+# Names of the mixers of lm/model/mixers.py (mixer_base.MIXERS: of all modules), in the same order.
 MIXERS = (
     "householder",
     "dplr",

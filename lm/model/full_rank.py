@@ -131,8 +131,8 @@ def _search(make_map, start, solve_dense):
     """Solve y = f(y) for each token by itself.
 
     Args:
-        make_map: Function of Indices that returns the function f of these tokens, (n,d) → (n,d);
-            of None it returns the function f of all tokens, (b,l,d) → (b,l,d).
+        make_map: Function of Indices that returns f of these tokens, (n,d) → (n,d); of None it
+            returns f of all tokens, (b,l,d) → (b,l,d).
         start: First iterate, (b,l,d).
         solve_dense: Function for small d, which factorizes matrices. Its arguments are Indices, the
             tokens' iterates (n,d), and whether these are within ROOT_TOL of a solution (n,). It

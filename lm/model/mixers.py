@@ -405,10 +405,7 @@ class Mixture(Mixer):
     def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixture":
         names = itertools.islice(itertools.cycle(["householder", "kronecker"]), config.mixer_rank)
         return cls(
-            [
-                build_named_mixer(name, config, d_inner, d_arg, mixer=name, mixer_rank=1)
-                for name in names
-            ]
+            [build_named_mixer(n, config, d_inner, d_arg, mixer=n, mixer_rank=1) for n in names]
         )
 
     def weights(self, like: torch.Tensor) -> MixerWeights:

@@ -57,8 +57,7 @@ def test_checks_refuse_impossible_paths(tmp_path, blocked):
     with pytest.raises(OutputError, match="is a folder: name a file in it"):
         check_file(tmp_path)
     disk_full = OSError(errno.ENOSPC, "No space left on device")
-    message = r"x\.json cannot be written: No space"
-    with pytest.raises(OutputError, match=message), writing("x.json"):
+    with pytest.raises(OutputError, match="json cannot be written: No space"), writing("x.json"):
         raise disk_full
 
 
@@ -203,8 +202,7 @@ def test_weights_that_contradict_the_config_are_refused(capsys, copy, damage):
 @pytest.mark.parametrize("end", [0, 7, -1000])
 def test_truncated_weights_are_refused(copy, end):
     path = copy / "model.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:end])
+    path.write_bytes(path.read_bytes()[:end])
     with pytest.raises(LoadError, match=r"the weights in .* are cut short or damaged"):
         load_model(copy)
 

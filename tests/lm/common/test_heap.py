@@ -18,23 +18,20 @@ def test_training_on_a_cpu_keeps_freed_memory(monkeypatch, tiny, has_gpu):
         monkeypatch.setenv(name, value)
     calls = []
 
-    def interrupt_at(name):
-        def interrupt(*_):
-            calls.append(name)
-            raise InterruptedError
-
-        return interrupt
+    def interrupt(name):
+        calls.append(name)
+        raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     for module in (process_group, train):
-        monkeypatch.setattr(module, "keep_freed_memory", interrupt_at("keep_freed_memory"))
-    monkeypatch.setattr(process_group, "import_deepspeed", interrupt_at("next step"))
-    monkeypatch.setattr(train.tasks, "build_task", interrupt_at("next step"))
+        monkeypatch.setattr(module, "keep_freed_memory", lambda: interrupt("kept"))
+    monkeypatch.setattr(process_group, "import_deepspeed", lambda: interrupt("next step"))
+    monkeypatch.setattr(train.tasks, "build_task", lambda task: interrupt("next step"))
     task = config.load(ROOT / "configs/synthetic/small/s3.yaml", [])
     for start in (lambda: process_group.join_process_group(tiny()), lambda: train.Training(task)):
         with pytest.raises(InterruptedError):
             start()
-    assert calls == ["next step" if has_gpu else "keep_freed_memory"] * 2
+    assert calls == ["next step" if has_gpu else "kept"] * 2
 
 
 def test_without_glibc_nothing_is_set(monkeypatch):

@@ -26,8 +26,8 @@ with Watchdog(float(sys.argv[1]), sys.argv[2], rank=int(sys.argv[3])) as watchdo
 
 
 def start(folder, rank, limit_s, alive_calls, end):
-    arguments = map(str, (limit_s, folder, rank, alive_calls, end))
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    arguments = limit_s, folder, rank, alive_calls, end
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
 
 

@@ -23,9 +23,6 @@ def equation(alpha, beta, delta=(0, 0), gamma0=1.0, gamma1=(0, 0), gamma2=(1, 0,
     return Coefficients(*(t.reshape(shape) for t, shape in zip(tensors, SHAPES)), FLOOR)
 
 
-PICARD_ONLY = True  # third argument of cpu_roots.count_evaluations: without certified roots
-
-
 def scaled_distances(coefficients, s, other):
     """Return distances between roots in units of the equations' terms, (n,)."""
     return (s - other).abs().amax(1) / coefficients.size(s, coefficients.phi(s)[1])
@@ -36,12 +33,12 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     skip_if_missing(cpu_roots)
     equations = draw_pair_equations(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, PICARD_ONLY)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     has_both = is_proven & (picard.outcome == 0)
     assert (scaled_distances(coefficients, picard.s, s)[has_both] < 1e-3).all()
     assert attracts[has_both].all()
-    # The test is not empty: most roots are proven, and some of them repel.
+    # Most roots are proven, and some of them repel.
     assert is_proven.double().mean() > 0.8 and (is_proven & ~attracts).double().mean() > 0.03
 
 
@@ -52,12 +49,12 @@ def test_plain_pytorch_and_cpu_kernel_decide_alike():
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     expected_outcome = torch.where(attracts, 0, BISECTED)
     # 1. The kernel has the proven roots, after few evaluations, and the roots that Picard finds.
-    compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, not PICARD_ONLY)
+    compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=False)
     assert (scaled_distances(coefficients, s, compiled.s)[is_proven] < 1e-4).all()
     assert (expected_outcome == compiled.outcome)[is_proven].all()
     assert not (compiled.outcome & FAILED).any()
     assert evaluations[is_proven].max() < 100
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, PICARD_ONLY)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
     has_converged = picard.outcome == 0
     assert not compiled.outcome[has_converged].any()
     distances = scaled_distances(coefficients, picard.s, compiled.s)
@@ -88,7 +85,6 @@ def test_rotation_without_attracting_root_is_decided():
     c = equation(alpha=(0.1, 0.0), beta=(4.0, -5.0, 5.0, 4.0))
     s, attracts, is_proven = certified_root.find_certified_pairs(c)
     assert is_proven and not attracts
-    # Picard does not converge, and bisection finds the root: both searches say BISECTED.
     assert _find_root_by_picard(c)[1] == BISECTED
     torch.testing.assert_close(c.phi(s)[0], s, rtol=1e-9, atol=1e-12)
     assert _find_root_plain(c)[1] == BISECTED

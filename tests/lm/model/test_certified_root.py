@@ -12,17 +12,14 @@ from tests.kernels import skip_if_missing
 from tests.lm.model.test_cell import roots_by_bisection, scalar
 from tests.marks import slow
 
-PICARD_ONLY = True  # third argument of cpu_roots.count_evaluations: without certified roots
-
 
 @pytest.mark.parametrize("n", [20_000, slow(1_000_000)])
 def test_random_equations_have_the_root_that_picard_finds(n):
-    """Roots are compared if Picard converges, relative to the size of the equation's terms, because
-    a root near zero may be only rounding."""
+    """Distances are relative to the equation's terms: a root near zero may be only rounding."""
     skip_if_missing(cpu_roots)
     equations = draw_equations(n, 1)
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, PICARD_ONLY)
-    search, _ = cpu_roots.count_evaluations(equations, FLOOR, not PICARD_ONLY)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
+    search, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=False)
     coefficients = Coefficients(*equations, FLOOR)
     size = coefficients.size(picard.s, coefficients.phi(picard.s)[1])
     distances = (picard.s - search.s).abs()[:, 0] / size

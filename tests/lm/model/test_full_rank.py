@@ -95,8 +95,7 @@ def test_bisection_is_accurate_without_newton(kind, monkeypatch):
     monkeypatch.setattr(full_rank, "BISECTIONS", 80)
     terms, _ = token_of(kind)
     y, _, status = solve(terms, matrix_of(low_rank_of(2, size=0.3)))
-    assert (status == BISECTED).all()  # FAILED if y were no solution
-    assert torch.isfinite(y).all()
+    assert (status == BISECTED).all() and torch.isfinite(y).all()  # FAILED if y were no solution
 
 
 def test_anderson_solves_an_expanding_map_in_d_steps():
@@ -109,11 +108,7 @@ def test_anderson_solves_an_expanding_map_in_d_steps():
 
 
 def solve_linear(rates):
-    """Solve y_t = history_t + rates_t y_t for one row, and check the solved tokens.
-
-    Returns:
-        history (1,l,d), y (1,l,d) and the status (1,l).
-    """
+    """Solve and check y_t = history_t + rates_t y_t; return history (1,l,d), y and the status."""
     M = torch.tensor(rates, dtype=torch.float64)[None, :, None, None] * torch.eye(D).double()
     history = normal(1, 4, D, seed=50)[:, : len(rates)].clone().requires_grad_()
     one = torch.ones(1, len(rates), D, dtype=torch.float64)
