@@ -106,7 +106,6 @@ def detect_gpu_name() -> str:
     device = torch.cuda.get_device_properties(0)
     name = device.name.lower().replace(" ", "")
     for card in CARDS.values():
-        # Drivers reserve different shares of the memory.
         has_same_memory = abs(card.memory - device.total_memory) < 0.1 * card.memory
         if card.name.partition("-")[0] in name and has_same_memory:
             return card.name

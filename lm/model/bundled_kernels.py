@@ -86,8 +86,7 @@ def _refuse_if_open(folder):
         return
     for checked in (folder, folder.parent):
         stat = checked.stat()
-        is_writable_by_others = bool(stat.st_mode & 0o022)
-        if stat.st_uid != os.getuid() or is_writable_by_others:
+        if stat.st_uid != os.getuid() or stat.st_mode & 0o022:  # writable by group or others
             raise OSError(f"other users may write into {checked}")
 
 

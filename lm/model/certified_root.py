@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-# Newton steps from a starting point with r = 1 ("direct": no Picard step comes before them).
-MAX_DIRECT_STEPS = 12
+MAX_DIRECT_STEPS = 12  # Newton steps from a start with r = 1 ("direct": without Picard before)
 # Limits of the residual |φ(s) − s|, in machine epsilons of the size of its terms: below ROUNDING it
 # is rounding; a search that ends below SOLVED has found a root.
 ROUNDING, SOLVED = 8, 256

@@ -242,8 +242,8 @@ class GatedDeltaProduct(PlainLayer):
         c, h, n = self.config, self.heads, self.steps
         convolved = c.d_model + n * (c.d_model + c.d_inner)  # channels of q, k and v
         matrices = c.d_model * (convolved + (n + self.has_gate) * h + 2 * c.d_inner)
-        # FLOPs per entry of S, of which there are d_inner × d_model/h: per step 2 for S k and 2 for
-        # the update; per token 1 for the gate and 2 for S q.
+        # S has d_inner × d_model/h entries. FLOPs per entry: 2 for S k and 2 for the update in each
+        # step; 1 for the gate and 2 for S q in each token.
         recurrence = (4 * n + 2 + self.has_gate) * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 

@@ -26,9 +26,8 @@ WEIGHT = "backbone.layers.0.block.in_proj.weight"
 @pytest.fixture
 def copy(small_export, tmp_path):
     """Return a copy of an export without checksums, which tests may damage."""
-    return Path(
-        shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns(SUMS))
-    )
+    ignore = shutil.ignore_patterns(SUMS)
+    return Path(shutil.copytree(small_export, tmp_path / "copy", ignore=ignore))
 
 
 # Paths that cannot be written. Root ignores permissions, but cannot write below a file or in /proc.
@@ -143,10 +142,8 @@ def test_too_long_file_name_is_refused(capsys, tiny, tmp_path, small_export):
 
 def test_eval_to_an_unwritable_path_is_refused(capsys, small_export, blocked):
     pytest.importorskip("lm_eval")
-    message = refused(
-        capsys, "eval", small_export, "--tasks", "catbabi_mini", "--out", blocked / "x"
-    )
-    assert "is a file" in message
+    task = "--tasks", "catbabi_mini"
+    assert "is a file" in refused(capsys, "eval", small_export, *task, "--out", blocked / "x")
 
 
 def test_export_to_an_unwritable_path_is_refused(capsys, tmp_path, blocked, byte_tokenizer):
@@ -160,9 +157,8 @@ def test_export_to_an_unwritable_path_is_refused(capsys, tmp_path, blocked, byte
 def test_report_in_an_unwritable_path_is_refused(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("name: x")
     (tmp_path / "figures").write_text("x")
-    assert "figures cannot be a folder to write to: it is a file" in refused(
-        capsys, "report", tmp_path
-    )
+    message = refused(capsys, "report", tmp_path)
+    assert "figures cannot be a folder to write to: it is a file" in message
 
 
 # Damaged runs and exports

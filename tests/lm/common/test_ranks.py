@@ -137,8 +137,7 @@ def test_unreadable_data_on_one_rank_is_reported_by_all(tmp_path):
 def test_timeout_applies_to_groups_of_deepspeed():
     """Only the group for work of rank 0 may wait for days."""
     *timeouts_s, last_timeout_s = run_ranks_for_json("tests.engine_sockets", 2)["timeouts"]
-    # 1.1 times engine.timeout_s, which tests/engine_sockets.py sets to 77 s.
-    assert len(timeouts_s) > 1 and set(timeouts_s) == {84.7}
+    assert len(timeouts_s) > 1 and set(timeouts_s) == {84.7}  # 1.1 × the engine.timeout_s of 77 s
     assert last_timeout_s == 7 * 86400
 
 
@@ -180,8 +179,7 @@ def test_run_continues_after_a_killed_rank(tmp_path):
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     rank_1_processes = [child for child in children if child.environ().get("RANK") == "1"]
-    # The other processes are its workers, which it started later.
-    min(rank_1_processes, key=lambda child: child.create_time()).kill()
+    min(rank_1_processes, key=lambda child: child.create_time()).kill()  # not its workers
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not psutil.wait_procs(children, timeout=10)[1]

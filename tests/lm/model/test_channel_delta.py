@@ -69,7 +69,6 @@ def unit(x):
 @pytest.mark.parametrize("beta_factor", [1, 2])
 @torch.no_grad()
 def test_kda_equals_its_equations(beta_factor):
-    """A row of 20 tokens; 4 heads with keys of 8 and values of 16 channels."""
     block = make_layer("kda", allow_neg_eigval=beta_factor == 2)
     assert type(block) is KDA
     u = torch.randn(20, 32, dtype=torch.float64)
@@ -98,7 +97,6 @@ def test_kda_equals_its_equations(beta_factor):
 
 @torch.no_grad()
 def test_rwkv7_equals_its_equations():
-    """A row of 20 tokens; 4 heads of 8 channels."""
     block = make_layer("rwkv7")
     assert type(block) is RWKV7
     u = torch.randn(20, 32, dtype=torch.float64)
@@ -143,7 +141,6 @@ def test_padding_keeps_the_state_and_a_state_continues(kind):
     plain, _, expected = block(u[:, :7], Sequences(return_state=True))
     torch.testing.assert_close(padded[:, :7], plain)
     torch.testing.assert_close(end, expected)
-    # Tokens 8 to 12 after the state of the first 7 are the same as in one pass over all 12.
     whole, _, whole_end = block(u, Sequences(return_state=True))
     rest, _, rest_end = block(u[:, 7:], Sequences(state=expected, return_state=True))
     torch.testing.assert_close(rest, whole[:, 7:])
@@ -171,10 +168,9 @@ def test_a_document_starts_without_the_state_and_the_last_one_leaves_its_own(kin
 def test_flops_count_maps_and_recurrence(kind):
     """Two per multiply-add of every map's weight, and 9 per entry of the state."""
     block = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers=kind)).backbone.layers[0].block
-    maps = (p for name, p in block.named_parameters() if p.ndim > 1 and name != "r_k")
-    weights = sum(p.numel() for p in maps)
+    maps = (p.numel() for name, p in block.named_parameters() if p.ndim > 1 and name != "r_k")
     value_width = block.config.d_inner if kind == "kda" else 32
-    assert block.flops_per_token(length=100) == 2 * weights + 9 * value_width * 8
+    assert block.flops_per_token(length=100) == 2 * sum(maps) + 9 * value_width * 8
 
 
 def test_rwkv7_has_its_authors_initial_values():

@@ -165,8 +165,7 @@ def test_flops_count_weights_and_recurrence(kind):
     weights = sum(p.numel() for name, p in block.named_parameters() if p.ndim > 1)
     n = 1 if kind == "gated_deltanet" else 3
     gate_flops = 0 if kind == "deltaproduct" else 1
-    state_entries = 64 * 8  # d_inner × headdim
-    recurrence = (4 * n + 2 + gate_flops) * state_entries
+    recurrence = (4 * n + 2 + gate_flops) * 64 * 8  # S has d_inner × headdim entries
     assert block.flops_per_token(length=100) == 2 * weights + recurrence
 
 

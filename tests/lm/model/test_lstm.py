@@ -74,8 +74,8 @@ def test_a_row_of_padding_keeps_its_state(layer):
 
 
 def test_flops_are_two_per_weight_of_a_matrix(layer):
-    weights = sum(p.numel() for p in layer.parameters() if p.ndim > 1)
-    assert layer.flops_per_token(length=10) == 2 * weights
+    weights = (p.numel() for p in layer.parameters() if p.ndim > 1)
+    assert layer.flops_per_token(length=10) == 2 * sum(weights)
 
 
 def test_the_forget_gate_starts_open(layer):

@@ -56,7 +56,6 @@ def test_state_proj_starts_as_identity_and_gates_as_in_gated_deltanet():
 def test_flops_count_maps_and_recurrence():
     """Two per multiply-add of every map's weight and of H W, and 9 per entry of H."""
     block = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers="m2rnn")).backbone.layers[0].block
-    layers = block.in_proj, block.out_proj, block.conv1d
-    weights = sum(layer.weight.numel() for layer in layers)
+    weights = sum(m.weight.numel() for m in (block.in_proj, block.out_proj, block.conv1d))
     state_entries = 64 * 16  # d_inner × d_state
     assert block.flops_per_token(length=9) == 2 * weights + state_entries * (2 * 8 + 9)
