@@ -45,7 +45,7 @@ CARD_FORMAT = (
 # A layer that is solved token by token takes TOKEN_S + batch size · SEQUENCE_S seconds per token,
 # forward and backward. Measured on an H100 with d_inner 1,536 and one reflection, and used for all
 # cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158 evaluations
-# for the slowest of 16, 64 and 128 sequences; Newton's search needs 7 to 8.
+# for the slowest of 16, 64 and 128 sequences. Today's search starts with Newton and needs 7 to 8.
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
 CPU = "cpu"
 
@@ -83,14 +83,15 @@ def _parse_card(text: str) -> Card:
     """Parse NAME:TFLOPS:GIB.
 
     Raises:
-        ConfigError: If the text has other fields, or if a number is not above 0.
+        ConfigError: If the text has other fields, or if a number is not finite and above 0.
     """
     name, *fields = text.split(":")
     try:
         tflops, gib = map(float, fields)
-    except ValueError:
-        tflops = gib = math.nan
-    if not name or not all(0 < value < math.inf for value in (tflops, gib)):
+        is_valid = bool(name) and 0 < tflops < math.inf and 0 < gib < math.inf
+    except ValueError:  # not two fields, or not numbers
+        is_valid = False
+    if not is_valid:
         raise ConfigError(f"--gpu {text}: a card that is not listed must be {CARD_FORMAT}")
     peak = dict.fromkeys(("bf16", "fp32"), tflops * 1e12)
     return Card(name, gib * GIB, peak)

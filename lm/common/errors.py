@@ -123,7 +123,7 @@ def install_command(*packages: str) -> str:
     requirements of the extras.
     """
     checkout = Path(__file__).parents[2]
-    extras = sorted({EXTRAS[p] for p in packages if p in EXTRAS}, reverse=True)
+    extras = sorted({EXTRAS[name] for name in packages if name in EXTRAS}, reverse=True)
     if (checkout / "pyproject.toml").is_file():
         target = f"{checkout}[{','.join(extras)}]" if extras else str(checkout)
         options = ("-c", str(checkout / "constraints.txt"), "-e", target)
@@ -135,6 +135,7 @@ def install_command(*packages: str) -> str:
     specifiers = []
     for requirement in requirements:  # such as `datasets>=3; extra == "train"`
         specifier, _, condition = requirement.partition(";")
+        # Requirements of the base installation have no condition.
         is_required = any(extra in condition for extra in extras) if extras else not condition
         if is_required:
             specifiers.append(specifier.strip())

@@ -15,10 +15,11 @@ from typing import Any
 
 from lm.common.errors import UserError, exit_status
 
-# Control characters C0 and C1, except tab and newline, and those that change the text direction.
+# Control characters C0 and C1, except tab and newline, and characters that change the direction of
+# the text.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash, because Path merges two
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: Path turns `s3://a` into `s3:/a`
 
 
 class OutputError(UserError, RuntimeError):
@@ -95,7 +96,7 @@ def check_file(path: Path | str) -> None:
         is_special = _is_special(path)
     if is_folder:
         raise OutputError(f"{path} is a folder: name a file in it")
-    if is_special:  # opening a pipe would wait for its reader
+    if is_special:  # do not open it: opening a pipe would wait for its reader
         with writing(path):
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -147,10 +148,11 @@ def check_together(record: Path, mark: str, *paths: Path) -> None:
     for path in paths:
         check_file(path)
     with writing(record):
-        foreign = [] if record.is_file() else [path for path in paths if path.is_file()]
-    if foreign:
+        existing = [path for path in paths if path.is_file()]
+        has_record = record.is_file()
+    if existing and not has_record:
         raise OutputError(
-            f"{foreign[0]} is there already, and this command did not write it (there is no"
+            f"{existing[0]} is there already, and this command did not write it (there is no"
             f" {record.name}): choose another folder, or move it away"
         )
 
@@ -288,6 +290,10 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     return value
 
 
+TYPE_NAMES: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
+TYPE_NAMES |= {dict: "a mapping", (str, dict): "text or a mapping"}
+
+
 def check_types(
     path: Path | str, value: Any, types: dict[str, type | tuple], key: str = ""
 ) -> None:
@@ -296,9 +302,9 @@ def check_types(
     Args:
         path: File of the value, for the error message.
         value: The value.
-        types: Dotted key → type of its entry, if present and not null: float (any number), int,
-            str, list or dict. `*` matches every entry of a list or mapping.
-        key: Dotted key of the value itself within the file.
+        types: Dotted key → type of its entry, if present and not null: a key of TYPE_NAMES. float
+            is any number. `*` matches every entry of a list or mapping.
+        key: Dotted key of the value itself within the file; "" for the whole file.
 
     Raises:
         DamagedError: If an entry has another type. The message names the first one.
@@ -319,10 +325,6 @@ def check_types(
                     f"{path} is damaged: `{entry_key}` is {entry!r:.60}, and was written as"
                     f" {TYPE_NAMES[type_]}"
                 )
-
-
-TYPE_NAMES: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
-TYPE_NAMES |= {dict: "a mapping", (str, dict): "text or a mapping"}
 
 
 def _has_type(value: Any, type_: type | tuple) -> bool:

@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
         return False
     settings = (
         (M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD),
-        (M_TRIM_THRESHOLD, -1),  # never return memory
-        (M_TOP_PAD, 2**26),  # bytes by which the heap grows
+        (M_TRIM_THRESHOLD, -1),  # never return memory at the heap's top
+        (M_TOP_PAD, 2**26),  # bytes by which the heap grows at once
     )
     return all(mallopt(key, value) for key, value in settings)

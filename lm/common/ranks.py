@@ -14,12 +14,11 @@ import torch.distributed as torch_dist
 
 from lm.common.errors import HANG, ConfigError, MachineError
 
-MAX_RANKS = 1_000_000
-# Patterns of the messages of gloo, NCCL and torch's store if the other process is gone or silent.
-LOST_CONNECTION = (
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|time(d |-)?out"
-)
+MAX_RANKS = 1_000_000  # larger numbers are typing errors
+# Patterns of the messages of gloo, NCCL and torch's store if another process is silent, or gone.
 TIMEOUT = r"time(d |-)?out"
+GONE = r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)"
+LOST_CONNECTION = f"{GONE}|{TIMEOUT}"
 Result = TypeVar("Result")
 
 
@@ -122,6 +121,7 @@ def as_lost_peer_error(error: BaseException) -> MachineError | None:
     if not is_collective or not re.search(LOST_CONNECTION, text, re.I):
         return None
     first_line = text.strip().partition("\n")[0]
+    # Without a prefix such as `[/gloo/pair.cc:575]`, and torch's guess at the reason.
     cause = re.sub(r"^\[\S*\]\s*", "", first_line).partition(". This is typically")[0]
     has_timed_out = re.search(TIMEOUT, text, re.I)
     state = "does not answer" if has_timed_out else "is gone: it was killed, or its host is down"
@@ -161,7 +161,8 @@ def read_launcher_ranks() -> LauncherRanks:
             Slurm started several tasks without RANK: each task would be a run of its own, all in
             one run directory.
     """
-    if "RANK" not in os.environ and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" not in os.environ and tasks != "1":
         raise ConfigError(
             f"srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS) but no RANK is set: submit"
             " launch/slurm.sbatch, which sets the rank of each task, or start one task, srun -n 1"
@@ -171,9 +172,10 @@ def read_launcher_ranks() -> LauncherRanks:
             "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
             " one process"
         )
-    world_size = _read_number("WORLD_SIZE", 1, 1, MAX_RANKS)
-    rank = _read_number("RANK", 0, 0, world_size - 1)
-    return LauncherRanks(rank, world_size, _read_number("LOCAL_RANK", 0, 0, MAX_RANKS - 1))
+    world_size = _read_number("WORLD_SIZE", default=1, minimum=1, maximum=MAX_RANKS)
+    rank = _read_number("RANK", default=0, minimum=0, maximum=world_size - 1)
+    local_rank = _read_number("LOCAL_RANK", default=0, minimum=0, maximum=MAX_RANKS - 1)
+    return LauncherRanks(rank, world_size, local_rank)
 
 
 def check_address() -> None:
@@ -187,7 +189,9 @@ def check_address() -> None:
             "the environment has RANK but no MASTER_ADDR: a launcher sets both; unset RANK to start"
             " one process"
         )
-    _read_number("MASTER_PORT", 0, 1, 65_535)
+    _read_number(
+        "MASTER_PORT", default=0, minimum=1, maximum=65_535
+    )  # 0 is refused: it must be set
 
 
 def _read_number(name: str, default: int, minimum: int, maximum: int) -> int:

@@ -32,8 +32,8 @@ class PlainLayer(nn.Module):
     """Base class of the layers without a solver.
 
     A subclass implements `run`, `flops_per_token` and, if it has a state, `state_shapes`. Its last
-    module is called `out_proj`. `forward` has the signature of FixedPointBlock.forward and returns
-    None instead of FixedPointStats.
+    module is called `out_proj`. `forward` has the signature of FixedPointBlock.forward, ignores
+    `count_iterations`, and returns None instead of FixedPointStats.
     """
 
     def __init__(self, config: Any) -> None:
@@ -135,7 +135,7 @@ class Attention(PlainLayer):
         if before is not None:
             positions = positions + before.next_position.unsqueeze(1)
         q, k = rotate(q, positions), rotate(k, positions)
-        # 2. Prepend the keys and values of the state, all of which are of the first document.
+        # 2. Prepend the keys and values of the state. They belong to each row's first document.
         keys, values, key_positions = k, v, mask_key_positions(positions, seqs)
         if before is not None:
             keys = torch.cat([before.keys.to(k.dtype), k], 1)
@@ -153,7 +153,7 @@ class Attention(PlainLayer):
         )
         end = None
         if seqs.return_state:
-            end = self._end(keys, values, key_positions, positions, seqs)
+            end = self._end_state(keys, values, key_positions, positions, seqs)
         return self.out_proj(o.transpose(1, 2).flatten(-2)), end
 
     def _find_visible_keys(self, positions, key_positions, seqs):
@@ -172,7 +172,7 @@ class Attention(PlainLayer):
         diagonal = torch.eye(length, dtype=torch.bool, device=positions.device)
         return visible | F.pad(diagonal, (state_length, 0))
 
-    def _end(self, keys, values, key_positions, positions, seqs):
+    def _end_state(self, keys, values, key_positions, positions, seqs):
         """Return the AttentionState after the last real token.
 
         keys, values: (b,t,h,e). key_positions: (b,t). positions: (b,l).
@@ -182,13 +182,12 @@ class Attention(PlainLayer):
             next_position = positions[:, -1] + 1
         else:
             next_position = positions[:, 0] + seqs.mask.sum(1)
+        first = 0  # the oldest key that is kept
         if seqs.starts is not None:
             state_length = key_positions.shape[1] - length
             document = F.pad(seqs.starts.cumsum(1), (state_length, 0))
             is_finished = document != document[:, -1:]
             key_positions = key_positions.masked_fill(is_finished, NO_POSITION)
-        first = 0
-        if seqs.starts is not None:
             # Drop the oldest keys that no row needs any more. `int` waits for the device.
             needed_count = (key_positions != NO_POSITION).any(0).cumsum(0)
             first = int((needed_count == 0).sum())
@@ -288,7 +287,7 @@ class LSTM(PlainLayer):
         return output, torch.where(has_tokens, new_h, h), torch.where(has_tokens, new_c, c)
 
     def flops_per_token(self, length: int) -> int:
-        return 16 * self.config.d_model**2
+        return 2 * 8 * self.config.d_model**2  # W and R of four gates
 
 
 LOG_ZERO = -1e30  # the initial m, the log of zero; finite, so that differences are not NaN
@@ -369,7 +368,8 @@ class SLSTM(PlainLayer):
 
     def flops_per_token(self, length: int) -> int:
         c = self.config
-        return 16 * c.d_model**2 // self.heads + 2 * c.d_model * (c.d_conv + c.d_model)
+        gates = 8 * c.d_model**2 // self.heads  # W and R of four gates, one block per head
+        return 2 * gates + 2 * c.d_model * (c.d_conv + c.d_model)
 
 
 def _empty_cell(u, dtype):

@@ -34,7 +34,7 @@ def load_bundled_kernels() -> ModuleType | None:
         return None
     content = "\0".join(f"{file}\0{text}" for file, text in sorted(FILES.items()))
     digest = hashlib.sha256(content.encode()).hexdigest()
-    name = f"fprnn_kernels_{digest[:16]}"  # two exports may have two versions
+    name = f"fprnn_kernels_{digest[:16]}"  # exports of two versions have two names
     with LOCK:
         return sys.modules.get(name) or _import_package(name)
 
@@ -57,7 +57,7 @@ def _write_package(name):
     """Write FILES into the folder `name` of the user's cache, and return the folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     parent = Path(cache) / "fprnn" / "kernels"
-    # The files import each other and two modules of lm.common, whose text is in FILES too.
+    # Imports of each other, and of the two modules of lm.common in FILES, get the package's name.
     texts = {
         file: text.replace("lm.kernels", name).replace("lm.common.", f"{name}.")
         for file, text in FILES.items()
@@ -82,9 +82,11 @@ def _write_package(name):
 
 def _refuse_if_open(folder):
     """Raise OSError if other users may write into the folder: their code would run."""
+    if not hasattr(os, "getuid"):  # Windows
+        return
     for checked in (folder, folder.parent):
         stat = checked.stat()
-        if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
+        if stat.st_uid != os.getuid() or stat.st_mode & 0o022:  # writable by group or others
             raise OSError(f"other users may write into {checked}")
 
 

@@ -39,7 +39,7 @@ def cache_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def describe_mismatch(folder: Path, sums: Mapping[str, str], use_cache: bool = False) -> str:
-    """Describe the first file that does not match its checksum; "" if all files match.
+    """Describe the first file that does not match its checksum, name first; "" if all match.
 
     Args:
         folder: The folder.
@@ -76,7 +76,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     sums = {}
     for line in lines:
         digest, _, name = line.partition("  ")
-        if len(digest) != 64 or not name or os.path.basename(name) != name:
+        is_file_name = name and os.path.basename(name) == name
+        if len(digest) != 64 or not is_file_name:  # SHA-256 has 64 hexadecimal digits
             raise ValueError(f"{folder / SUMS} is damaged: {line[:80]!r} is no checksum of a file")
         sums[name] = digest
     if not sums:
@@ -102,12 +103,13 @@ def refuse_changed(folder: Path | str, is_checked: Callable[[str], bool] = lambd
     checked = {name: digest for name, digest in sums.items() if is_checked(name)}
     problem = describe_mismatch(folder, checked, use_cache=True)
     if sums and not problem:  # weights that SHA256SUMS does not list would pass unchecked
+        # transformers reads .bin files only without .safetensors files.
         weights = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
         unlisted = sorted(path.name for path in weights if path.name not in sums)
         problem = f"{unlisted[0]} is not listed in {SUMS}" if unlisted else ""
     if problem:
         raise ValueError(
-            f"{folder / problem}: restore the original file, or delete {SUMS} if the change is"
+            f"{folder}/{problem}: restore the original file, or delete {SUMS} if the change is"
             " intended"
         )
 

@@ -88,7 +88,7 @@ def delta_rule(
     with torch.autocast(q.device.type, enabled=False):
         length, n = k.shape[1:3]
         chunk_tokens = max(1, min(chunk // n, length))
-        # 1. Cut into chunks. K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1); Q (b,i,h,t,k).
+        # 1. Cut k, v, β, q into chunks: K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1), Q (b,i,h,t,k).
         K, V, B = (
             _chunked(t.to(dtype).flatten(1, 2), chunk_tokens * n).transpose(2, 3)
             for t in (k, v, beta.unsqueeze(-1))
@@ -100,10 +100,10 @@ def delta_rule(
             log_alpha.to(dtype), starts, n, chunk_tokens * n
         )
         # 3. Solve for the update of each step as a function of the state, u = u_zero − W Sᵀ, where
-        #    u_zero is the update for S = 0. `solve_triangular` reads `scores` below the diagonal.
-        scores = (K @ K.transpose(-1, -2)) * between * B
+        #    u_zero is the update for S = 0. `solve_triangular` reads `system` below the diagonal.
+        system = (K @ K.transpose(-1, -2)) * between * B
         right = torch.cat([B * V, B * from_start * K], -1)
-        solution = torch.linalg.solve_triangular(scores, right, upper=False, unitriangular=True)
+        solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         u_zero, W = solution.split([V.shape[-1], K.shape[-1]], -1)
         # 4. Loop over the chunks. S (b,h,v,k)
         chunk_decay, decayed_keys = from_start[:, :, :, -1:], K * to_end
@@ -123,17 +123,17 @@ def delta_rule(
 
 
 def _multiply_gates(log_alpha, starts, n, chunk_steps):
-    """Return `ssd_decays` for n steps per token. log_alpha: (b,l,h). starts: (b,l) or None."""
+    """Multiply the gates of n steps per token by `ssd_decays`. log_alpha (b,l,h), starts (b,l)."""
     batch, length, heads = log_alpha.shape
-    steps = log_alpha.new_zeros(batch, length, n, heads)
-    steps[:, :, 0] = log_alpha
-    keep = None
+    log_gates = log_alpha.new_zeros(batch, length, n, heads)
+    log_gates[:, :, 0] = log_alpha  # the gate applies before the first step of a token
+    keep = None  # 0 at the first step of a document, otherwise 1
     if starts is not None:
         keep = log_alpha.new_ones(batch, length, n)
         keep[:, :, 0] = ~starts
         keep = keep.flatten(1, 2)
-    one = log_alpha.new_ones(heads)
-    between, to_end, from_start = ssd_decays(steps.flatten(1, 2), one, keep, chunk_steps)
+    rates = log_alpha.new_ones(heads)  # `ssd_decays` multiplies its first argument by them
+    between, to_end, from_start = ssd_decays(log_gates.flatten(1, 2), rates, keep, chunk_steps)
     return between, *(t.transpose(2, 3).unsqueeze(-1) for t in (to_end, from_start))
 
 
@@ -173,7 +173,7 @@ class GatedDeltaProduct(PlainLayer):
         self.q_conv1d = ShortConv(d, config.d_conv, bias=False)
         self.k_conv1d = ShortConv(self.steps * d, config.d_conv, bias=False)
         self.v_conv1d = ShortConv(self.steps * d_v, config.d_conv, bias=False)
-        self.g_proj = self._output_gate(config)
+        self.g_proj = self._build_output_gate(config)
         self.o_norm = RMSNorm(d_v // self.heads, config.norm_epsilon)
         self.out_proj = nn.Linear(d_v, d, bias=False)
 
@@ -183,8 +183,8 @@ class GatedDeltaProduct(PlainLayer):
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
 
-    def _output_gate(self, config: Any) -> nn.Module:
-        """Return the module that computes z."""
+    def _build_output_gate(self, config: Any) -> nn.Module:
+        """Build the module that computes z."""
         return nn.Linear(config.d_model, config.d_inner, bias=False)
 
     @staticmethod
@@ -242,7 +242,8 @@ class GatedDeltaProduct(PlainLayer):
         c, h, n = self.config, self.heads, self.steps
         convolved = c.d_model + n * (c.d_model + c.d_inner)  # channels of q, k and v
         matrices = c.d_model * (convolved + (n + self.has_gate) * h + 2 * c.d_inner)
-        # S has d_inner × d_model/h entries. Per step: S k, update. Per token: gate, S q.
+        # S has d_inner × d_model/h entries. FLOPs per entry: 2 for S k and 2 for the update in each
+        # step; 1 for the gate and 2 for S q in each token.
         recurrence = (4 * n + 2 + self.has_gate) * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
@@ -262,6 +263,9 @@ class DeltaProduct(GatedDeltaProduct):
 
     kind = "deltaproduct"
     has_gate = False
+
+
+CHANNEL_RULE_FLOPS = 9  # per entry of S: 1 for S diag(w), 2 each for S a, (S a) bᵀ, v kᵀ, S q
 
 
 def channel_delta_rule(
@@ -328,7 +332,7 @@ class KDA(GatedDeltaNet):
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(d))
 
-    def _output_gate(self, config: Any) -> nn.Module:
+    def _build_output_gate(self, config: Any) -> nn.Module:
         d, d_v = config.d_model, config.d_inner
         rank = d_v // self.heads
         return nn.Sequential(nn.Linear(d, rank, bias=False), nn.Linear(rank, d_v))
@@ -363,8 +367,11 @@ class KDA(GatedDeltaNet):
         convolved = 2 * c.d_model + c.d_inner  # channels of q, k and v
         gates = 3 * rank * c.d_model + rank * c.d_inner + h * c.d_model
         matrices = c.d_model * (convolved + c.d_inner) + gates
-        recurrence = 9 * c.d_inner * c.d_model // h
+        recurrence = CHANNEL_RULE_FLOPS * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
+
+
+WA_RANK_FACTOR, GATE_RANK_FACTOR = 2.5, 5.0  # `factor` for the maps of w and a, and of the gate
 
 
 def rwkv7_rank(d_model: int, factor: float) -> int:
@@ -421,9 +428,9 @@ class RWKV7(PlainLayer):
         self.r_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, d, bias=False)
         self.v_proj = nn.Linear(d, d, bias=False)
-        self.w_lora = LowRankMap(d, rwkv7_rank(d, 2.5), torch.tanh)
-        self.a_lora = LowRankMap(d, rwkv7_rank(d, 2.5), nn.Identity())
-        self.g_lora = LowRankMap(d, rwkv7_rank(d, 5.0), torch.sigmoid, bias=False)
+        self.w_lora = LowRankMap(d, rwkv7_rank(d, WA_RANK_FACTOR), torch.tanh)
+        self.a_lora = LowRankMap(d, rwkv7_rank(d, WA_RANK_FACTOR), nn.Identity())
+        self.g_lora = LowRankMap(d, rwkv7_rank(d, GATE_RANK_FACTOR), torch.sigmoid, bias=False)
         # eps is 1e-5 times the width of a head, as in the authors' code.
         self.g_norm = GroupNorm(self.heads, d, eps=1e-5 * (d // self.heads))
         self.out_proj = nn.Linear(d, d, bias=False)
@@ -462,5 +469,5 @@ class RWKV7(PlainLayer):
 
     def flops_per_token(self, length: int) -> int:
         d, h = self.config.d_model, self.heads
-        ranks = 2 * rwkv7_rank(d, 2.5) + rwkv7_rank(d, 5.0)
-        return 2 * (4 * d * d + 2 * d * ranks) + 9 * d * d // h
+        ranks = 2 * rwkv7_rank(d, WA_RANK_FACTOR) + rwkv7_rank(d, GATE_RANK_FACTOR)
+        return 2 * (4 * d * d + 2 * d * ranks) + CHANNEL_RULE_FLOPS * d * d // h

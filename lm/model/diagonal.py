@@ -24,16 +24,18 @@ from .layers import RMSNorm, ShortConv, StepSize, is_hooked, without_autocast
 from .scan import selective_scan, ssd_scan, try_kernel
 from .state import Sequences, last_valid_tokens
 
+SCAN_FLOPS = 9  # per entry of the state and token, as in Mamba's own count
+
 
 class ScanState(NamedTuple):
     """State of the layer after the last real token of each row."""
 
-    h: torch.Tensor  # state of the scan: Mamba (b,d,n), Mamba-2 (b,h,p,n)
+    h: torch.Tensor  # state of the recurrence: Mamba (b,d,n), Mamba-2 (b,h,p,n), M²RNN (b,h,n,p)
     conv: torch.Tensor  # (b,k−1,·), last inputs of the convolution
 
 
-class DiagonalLayer(PlainLayer):
-    """Base class of Mamba, Mamba-2 and M²RNN."""
+class ConvolvedLayer(PlainLayer):
+    """Base class of Mamba, Mamba-2 and M²RNN, which have a short convolution."""
 
     def _convolve(self, x, seqs):
         """Return silu(conv(x)), x (b,l,·), and the last inputs or None if no state is needed."""
@@ -49,7 +51,7 @@ class DiagonalLayer(PlainLayer):
         """Return A < 0, (d,n) or (h,)."""
         return -torch.exp(self.A_log.to(dtype))
 
-    def _end(self, h, tail):
+    def _end_state(self, h, tail):
         """Return the state after the last token, or None if no state is needed."""
         return None if tail is None else ScanState(h.detach().clone(), tail)
 
@@ -59,7 +61,7 @@ def document_keep(seqs: Sequences, dtype: torch.dtype) -> torch.Tensor | None:
     return None if seqs.starts is None else 1 - seqs.starts.to(dtype)
 
 
-class Mamba(DiagonalLayer):
+class Mamba(ConvolvedLayer):
     """Mamba: h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  out_proj((h_t C_t + D x_t) ⊙ silu(z_t))."""
 
     def __init__(self, config: Any) -> None:
@@ -87,7 +89,8 @@ class Mamba(DiagonalLayer):
         # 3. Run the recurrence in one kernel, if a kernel supports these sequences.
         fused = self._run_fused(x, low_rank, B, C, z, seqs)
         if fused is not None:
-            return self.out_proj(fused[0]), self._end(fused[1], tail)
+            gated, h = fused
+            return self.out_proj(gated), self._end_state(h, tail)
         # 4. Otherwise compute Δ (b,l,d), which is zero at padding, so that padding keeps the state;
         #    then the scan in fp32 or wider, the skip connection and the gate.
         dt = seqs.zero_padding(F.softplus(self.dt_proj(low_rank)))
@@ -96,7 +99,7 @@ class Mamba(DiagonalLayer):
             A, keep = self._rates(wide.dtype), document_keep(seqs, wide.dtype)
             o, h = selective_scan(wide, dt, A, B, C, seqs.get_state("h"), keep)
             o = o + self.D.to(wide.dtype) * wide
-        return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)
+        return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end_state(h, tail)
 
     def _run_fused(self, x, low_rank, B, C, z, seqs):
         """Return the gated output (b,l,d) and the final state by the kernel `mamba_scan`, or None.
@@ -118,10 +121,10 @@ class Mamba(DiagonalLayer):
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
         matrices = 3 * c.d_model * d + d * (c.dt_rank + 2 * c.d_state) + c.dt_rank * d
-        return 2 * matrices + 2 * d * c.d_conv + 9 * d * c.d_state  # 9 as in Mamba's own count
+        return 2 * matrices + 2 * d * c.d_conv + SCAN_FLOPS * d * c.d_state
 
 
-class Mamba2(DiagonalLayer):
+class Mamba2(ConvolvedLayer):
     """Mamba-2: S_t = exp(Δ_t A) S_{t−1} + Δ_t x_t B_tᵀ per head.
 
     The output is out_proj(RMSNorm((S_t C_t + D x_t) ⊙ silu(z_t))).
@@ -158,7 +161,7 @@ class Mamba2(DiagonalLayer):
         with without_autocast(x):
             o, h = self._recurrence(x, delta, B, C, z.unflatten(-1, (self.heads, -1)), seqs)
             o = self.norm(o.flatten(-2))
-        return self.out_proj(o.to(z.dtype)), self._end(h, tail)
+        return self.out_proj(o.to(z.dtype)), self._end_state(h, tail)
 
     def _recurrence(self, x, delta, B, C, z, seqs):
         """Return (S_t C_t + D x_t) ⊙ silu(z_t), (b,l,h,p), and the final state (b,h,p,n)."""
@@ -182,7 +185,7 @@ class Mamba2(DiagonalLayer):
         c, d = self.config, self.config.d_inner
         bc = 2 * c.ngroups * c.d_state
         matrices = c.d_model * (2 * d + bc + self.heads) + d * c.d_model
-        return 2 * matrices + 2 * (d + bc) * c.d_conv + 9 * d * c.d_state
+        return 2 * matrices + 2 * (d + bc) * c.d_conv + SCAN_FLOPS * d * c.d_state
 
 
 class TrapezoidState(NamedTuple):
@@ -238,11 +241,11 @@ class Mamba3(PlainLayer):
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, TrapezoidState | None]:
         wide = torch.promote_types(u.dtype, torch.float32)
         # 1. Project. Padding writes nothing (x = 0) and keeps the state (Δ = 0).
-        z, x, B, C, dt, A, trapezoid, theta = self.in_proj(u).split(self.widths, dim=-1)
+        z, x, B, C, dt, rate, trapezoid, theta = self.in_proj(u).split(self.widths, dim=-1)
         x = seqs.zero_padding(x).to(wide)
         dt = seqs.zero_padding(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
-        A = F.softplus(A.to(wide)).clamp_min(1e-4)
-        previous_weight = (1 - trapezoid.to(wide).sigmoid()) * dt  # of the previous token's value
+        rate = F.softplus(rate.to(wide)).clamp_min(1e-4)  # −A
+        previous_weight = (1 - trapezoid.to(wide).sigmoid()) * dt  # (1 − λ) Δ
         with without_autocast(u):
             # 2. Compute and rotate keys and queries (b,l,h,n).
             turn = dt.unsqueeze(-1) * math.pi * theta.to(wide).tanh().unsqueeze(-2)  # (b,l,h,r)
@@ -258,8 +261,9 @@ class Mamba3(PlainLayer):
             #    a state that no token reads.)
             next_weight = F.pad(previous_weight[:, 1:], (0, 0, 0, 1))
             weight = dt - previous_weight + next_weight
-            # The decay is 0 at padding, but a divisor here, and a squared one in the gradient.
-            decay = (dt * A).clamp_min(1e-16)
+            #    `ssd_scan` multiplies its inputs by its step sizes, here −Δ A, so they are divided
+            #    by −Δ A first. It is 0 at padding, and the gradient divides by its square.
+            decay = (dt * rate).clamp_min(1e-16)
             heads = x.unflatten(-1, (self.heads, -1))
             rates = -torch.ones_like(self.D, dtype=wide)
             inputs = heads * (weight / decay).unsqueeze(-1)
@@ -268,7 +272,7 @@ class Mamba3(PlainLayer):
             skip = self.D.to(wide) - next_weight * (key * query).sum(-1)
             o = (o + skip.unsqueeze(-1) * heads).flatten(-2)
             o = o * F.silu(z.to(wide))
-        return self.out_proj(o.to(z.dtype)), self._end(h, x, key, angle, seqs)
+        return self.out_proj(o.to(z.dtype)), self._end_state(h, x, key, angle, seqs)
 
     def _head_vectors(self, projected, norm, bias):
         """Return B or C (b,l,g n) normalised, with the bias of each head, (b,l,h,n)."""
@@ -286,21 +290,22 @@ class Mamba3(PlainLayer):
         x = x.unflatten(-1, (self.heads, -1)).to(weight.dtype)
         return h + weight[..., None, None] * x.unsqueeze(-1) * key.unsqueeze(-2)
 
-    def _end(self, h, x, key, angle, seqs):
+    def _end_state(self, h, x, key, angle, seqs):
         """Return the TrapezoidState after the last token, or None unless `seqs.return_state`."""
         if not seqs.return_state:
             return None
         before = [seqs.get_state(name) for name in ("x", "k", "angle")]
-        ends = [
+        last_x, last_key, last_angle = (
             last_valid_tokens(t, 1, None if old is None else old.unsqueeze(1), seqs).squeeze(1)
             for t, old in zip((x, key, angle), before)
-        ]
-        ends[2] = ends[2].remainder(2 * math.pi)
-        return TrapezoidState(h.detach().clone(), *ends)
+        )
+        last_angle = last_angle.remainder(2 * math.pi)
+        return TrapezoidState(h.detach().clone(), last_x, last_key, last_angle)
 
     def flops_per_token(self, length: int) -> int:
         c = self.config
-        return 2 * c.d_model * (sum(self.widths) + c.d_inner) + 9 * c.d_inner * c.d_state
+        matrices = c.d_model * (sum(self.widths) + c.d_inner)
+        return 2 * matrices + SCAN_FLOPS * c.d_inner * c.d_state
 
 
 def rotated_pairs(d_state: int) -> int:
@@ -317,7 +322,7 @@ def rotate_pairs(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.flatten(-2), rest], -1)
 
 
-class M2RNN(DiagonalLayer):
+class M2RNN(ConvolvedLayer):
     """M²RNN: a recurrence with a matrix H (n×p) per head.
 
         H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ),    o_t = H_tᵀ q_t + D ⊙ v_t,
@@ -368,13 +373,13 @@ class M2RNN(DiagonalLayer):
             o, h = m2rnn(q, k, heads, forget, W, seqs.get_state("h"), seqs.starts)
             o = o.flatten(-2) + self.D.to(wide) * v
             o = self.norm(o * F.silu(z.to(wide)))
-        return self.out_proj(o.to(z.dtype)), self._end(h, tail)
+        return self.out_proj(o.to(z.dtype)), self._end_state(h, tail)
 
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
         convolved = d + 2 * c.ngroups * c.d_state
         matrices = c.d_model * (sum(self.widths) + d)
-        recurrence = d * c.d_state * (2 * c.headdim + 9)  # H W, and 9 for the rest
+        recurrence = d * c.d_state * (2 * c.headdim + SCAN_FLOPS)  # H W, and the rest
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 

@@ -60,7 +60,8 @@ class Number(NamedTuple):
             return False
         is_above = self.min < value if self.open in ("left", "both") else self.min <= value
         is_below = value < self.max if self.open in ("right", "both") else value <= self.max
-        return is_above and is_below and abs(value) <= sys.float_info.max
+        is_finite = abs(value) <= sys.float_info.max  # also false for integers beyond any float
+        return is_above and is_below and is_finite
 
     def describe(self) -> str:
         """Return a text such as `a whole number from 1 to 65,536`."""
@@ -77,7 +78,7 @@ class Number(NamedTuple):
 class ParsedText(NamedTuple):
     """Texts that a function parses."""
 
-    parse: Callable[[str], Any]  # raises a ValueError that lists the valid forms
+    parse: Callable[[str], Any]  # raises a ValueError, which lists the valid forms, for other texts
     forms: tuple[str, ...]  # valid forms, for the documentation
 
 
@@ -110,7 +111,7 @@ class Field(NamedTuple):
             text = f"one of {', '.join(map(str, self.values))}"
         else:
             text = "true or false" if self.values is bool else ""
-        extra = [{None: "null"}.get(value, value) for value in self.extra_values]
+        extra = ["null" if value is None else value for value in self.extra_values]
         return ", or ".join([text, *extra])
 
     def accepts(self, value: Any) -> bool:
@@ -142,7 +143,7 @@ COUNT = Number(1, 10**9, is_whole=True)
 POSITIVE = Number(0, open="left")
 FRACTION = Number(0, 1)
 POSITIVE_FRACTION = Number(0, 1, open="left")
-AUTO = ("auto",)
+AUTO = ("auto",)  # as `extra_values`
 
 # The architecture: the section `model:` of the YAML.
 ARCHITECTURE = {
@@ -164,9 +165,7 @@ ARCHITECTURE = {
         " of about 0.2.",
     ),
     "block": Field(
-        "fp_mamba1",
-        ("fp_mamba1", "fp_mamba2", "fp_rnn"),
-        "The kind of fixed-point block.",
+        "fp_mamba1", ("fp_mamba1", "fp_mamba2", "fp_rnn"), "The kind of fixed-point block."
     ),
     "layers": Field(
         None,
@@ -429,7 +428,7 @@ RENAMED_FIELDS = {
 }
 
 
-# Names of the mixers of lm/model/mixers.py, in the order of their registration.
+# Names of the mixers of lm/model/mixers.py (mixer_base.MIXERS: of all modules), in the same order.
 MIXERS = (
     "householder",
     "dplr",
@@ -474,13 +473,7 @@ _MIXER_FIELDS = (
     "mixer_h_dep",
     "symm_mixer",
 )
-_BLOCK_FIELDS = (
-    "expand",
-    "use_short_conv",
-    "out_norm_epsilon",
-    "out_proj_init_scale",
-    "eps",
-)
+_BLOCK_FIELDS = ("expand", "use_short_conv", "out_norm_epsilon", "out_proj_init_scale", "eps")
 _FP_MAMBA_FIELDS = (
     *_MIXER_FIELDS,
     *_BLOCK_FIELDS,

@@ -1,4 +1,4 @@
-"""A token's own equation where I − Q has full rank: the unknown is y itself, with Q_t held fixed.
+"""A token's own equation if I − Q has full rank: the unknown is y itself. Q is known (cell.py).
 
     y = f(y) = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),  M = I − Q   (cell.py: EquationTerms)
 
@@ -7,8 +7,8 @@ An equation may have several solutions. Every precision and every schedule must 
 1. Damped Picard from zero, the paper's iteration, chooses the solution that it reaches to within
    ROOT_TOL in at most MAX_PICARD_STEPS iterations. Neither number depends on the precision.
 2. fp64 needs a smaller residual: more iterations, and then Newton, polish the solution.
-3. If Picard does not come that near, bisection in fp64 solves the token. Given g, the inverse of
-   the root in the norm, the equation is linear in y; so g is the only unknown.
+3. If Picard does not come that near, bisection in fp64 solves the token. Given g, the factor
+   1/√(mean square + eps) of the norm, the equation is linear in y; so g is the only unknown.
 
 Steps 2 and 3 factorize matrices. If these are too large, Anderson acceleration replaces them; it
 usually finds a solution. The same steps compute the gradient.
@@ -50,29 +50,29 @@ MAX_STEP_RATIO = 1e6
 class FullRank(NamedTuple):
     """Equations of tokens (b,l), or of n tokens."""
 
-    token: EquationTerms
+    terms: EquationTerms
     raw: torch.Tensor  # (…,m), see mixer_base.py
     mixer: Any  # Mixer
     weights: Any  # MixerWeights
 
     def mix(self, y: torch.Tensor) -> torch.Tensor:
         """Return x̃ = Q x + M y for y (…,d)."""
-        return self.mixer.mix(self.raw, self.token.x, y, self.weights)
+        return self.mixer.mix(self.raw, self.terms.x, y, self.weights)
 
     def value(self, y: torch.Tensor) -> torch.Tensor:
         """Return f(y) for y (…,d)."""
-        return self.token.value(self.mix(y))
+        return self.terms.value(self.mix(y))
 
     def select(self, indices: Indices) -> "FullRank":
-        """Return the equations of n tokens."""
-        x, history, gain, gate, norm = self.token
+        """Return the equations of the n tokens with these indices."""
+        x, history, gain, gate, norm = self.terms
         gate = None if gate is None else gate[indices]
-        token = EquationTerms(x[indices], history[indices], gain[indices], gate, norm)
-        return self._replace(token=token, raw=self.raw[indices])
+        terms = EquationTerms(x[indices], history[indices], gain[indices], gate, norm)
+        return self._replace(terms=terms, raw=self.raw[indices])
 
     def with_matrices(self) -> "FullRank":
         """Return the same equations with Q as a matrix, if products with it are cheaper."""
-        d = self.token.x.shape[-1]
+        d = self.terms.x.shape[-1]
         if d > MAX_DENSE_WIDTH or self.mixer.flops_per_token() <= 2 * d**2:
             return self
         Q = self.mixer.dense(self.raw, self.weights)
@@ -80,12 +80,12 @@ class FullRank(NamedTuple):
 
     def linear_part(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return c (n,d) and A (n,d,d) in fp64 with f(y) = norm(c + A y)."""
-        token = self.token
-        c = token.history + token.gain * self.mix(torch.zeros_like(token.x))
+        terms = self.terms
+        c = terms.history + terms.gain * self.mix(torch.zeros_like(terms.x))
         Q = self.mixer.dense(self.raw, self.weights)
-        A = token.gain.unsqueeze(-1) * (_eye(Q) - Q)
-        if token.gate is not None:
-            c, A = c * token.gate, A * token.gate.unsqueeze(-1)
+        A = terms.gain.unsqueeze(-1) * (_eye(Q) - Q)
+        if terms.gate is not None:
+            c, A = c * terms.gate, A * terms.gate.unsqueeze(-1)
         return c.double(), A.double()
 
 
@@ -104,9 +104,7 @@ class MatrixMixer:
         return _times(self.dense(raw, weights), x - y) + y
 
 
-def solve_by_iterating(
-    equations: FullRank,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def solve_by_iterating(equations: FullRank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve the equations, with the gradient of the solution.
 
     Returns:
@@ -123,7 +121,7 @@ def solve_by_iterating(
         def solve_dense(indices, start, is_near):
             return _solve_dense(fast_equations.select(indices), start, is_near)
 
-        y, status = _search(make_map, torch.zeros_like(equations.token.x), solve_dense)
+        y, status = _search(make_map, torch.zeros_like(equations.terms.x), solve_dense)
     if torch.is_grad_enabled():
         y = _attach_gradient(equations, y, status)
     return y, equations.mix(y), status
@@ -133,7 +131,8 @@ def _search(make_map, start, solve_dense):
     """Solve y = f(y) for each token by itself.
 
     Args:
-        make_map: Function of Indices (None: all tokens) that returns the function f of the tokens.
+        make_map: Function of Indices that returns f of these tokens, (n,d) → (n,d); of None it
+            returns f of all tokens, (b,l,d) → (b,l,d).
         start: First iterate, (b,l,d).
         solve_dense: Function for small d, which factorizes matrices. Its arguments are Indices, the
             tokens' iterates (n,d), and whether these are within ROOT_TOL of a solution (n,). It
@@ -149,8 +148,8 @@ def _search(make_map, start, solve_dense):
         return y, status
     d = y.shape[-1]
     is_dense = d <= MAX_DENSE_WIDTH
-    chunk = max(1, MAX_MATRIX_ELEMENTS // d**2) if is_dense else is_unsolved.numel()
-    for tokens in is_unsolved.nonzero().split(chunk):
+    max_tokens = max(1, MAX_MATRIX_ELEMENTS // d**2) if is_dense else is_unsolved.numel()
+    for tokens in is_unsolved.nonzero().split(max_tokens):
         indices = tokens.unbind(1)
         if is_dense:
             root, is_root = solve_dense(indices, y[indices], is_near[indices])
@@ -196,11 +195,11 @@ def _run_picard(make_map, start):
         is_moving = ~is_solved if iteration + 1 < MAX_PICARD_STEPS else is_near & ~is_solved
         damping.update(residual)
         iterate = torch.lerp(iterate, value, (damping.stepsize * is_moving).unsqueeze(-1))
-        count = int(is_moving.sum())
-        if not count:
+        moving_count = int(is_moving.sum())
+        if not moving_count:
             break
         # 4. When half of the tokens are frozen, store all and continue only with the others.
-        if 2 * count <= len(is_moving):
+        if 2 * moving_count <= len(is_moving):
             y[active], all_near[active], all_solved[active] = iterate, is_near, is_solved
             moving = is_moving.nonzero().squeeze(1)
             active, iterate = active[moving], iterate[moving]
@@ -273,7 +272,7 @@ def _solve_dense(equations, start, is_near):
         y (n,d) and whether it is solved (n,).
     """
     c, A = equations.linear_part()
-    norm = equations.token.norm
+    norm = equations.terms.norm
     if norm.kind == "none":
         y = _solve(_eye(A) - A, c.unsqueeze(-1)).squeeze(-1)
     else:
@@ -282,11 +281,11 @@ def _solve_dense(equations, start, is_near):
             y = torch.where(is_near.unsqueeze(-1), y, _bisect(c, A, norm))
         y = _polish(c, A, norm, y)
     residual = token_residual(y, norm(c + _times(A, y)))
-    return y, residual < INNER_TOL[equations.token.x.dtype]
+    return y, residual < INNER_TOL[equations.terms.x.dtype]
 
 
 def _bisect(c, A, norm):
-    """Find y (n,d) by bisection on g, the inverse of the root in the norm."""
+    """Find y (n,d) by bisection on g, the factor 1/√(mean square + eps) of the norm."""
     weight = norm.weight.double()
     bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.double()
     # Given g, the equation is y = g · (constant + linear · y) + bias.
@@ -295,8 +294,8 @@ def _bisect(c, A, norm):
     def solve_linear(g):
         matrix = _eye(A) - g[:, None, None] * linear
         y = _solve(matrix, (g[:, None] * constant + bias).unsqueeze(-1)).squeeze(-1)
-        square = norm.center(c + _times(A, y)).square().mean(-1) + norm.eps
-        is_too_large = ~(square.rsqrt() >= g)  # also if y is NaN
+        actual_g = (norm.center(c + _times(A, y)).square().mean(-1) + norm.eps).rsqrt()
+        is_too_large = ~(actual_g >= g)  # also if y is NaN
         return y, is_too_large
 
     low = torch.full_like(c[:, 0], MIN_INVERSE_NORM)
@@ -331,18 +330,16 @@ def _jacobian(c, A, norm, y):
     if norm.kind == "none":
         return A
     v = norm.center(c + _times(A, y))
-    inverse_root = (v.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    normalized, centered_A = v * inverse_root, norm.center(A.mT).mT
+    g = (v.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    normalized, centered_A = v * g, norm.center(A.mT).mT
     along_v = normalized.unsqueeze(-1) * (normalized.unsqueeze(-2) @ centered_A) / v.shape[-1]
-    return (norm.weight.double() * inverse_root).unsqueeze(-1) * (centered_A - along_v)
+    return (norm.weight.double() * g).unsqueeze(-1) * (centered_A - along_v)
 
 
 def _solve(matrix, right):
     """Return x (n,d,k) with matrix · x = right; a singular matrix gives NaN or infinity.
 
-    Args:
-        matrix: One matrix per token, (n,d,d).
-        right: Right-hand sides, (n,d,k).
+    matrix: One matrix per token, (n,d,d). right: Right-hand sides, (n,d,k).
     """
     if matrix.device.type == "cpu" and matrix.shape[-1] > MAX_BATCHED_ROWS:
         pairs = zip(matrix, right, strict=True)
@@ -382,7 +379,7 @@ def _attach_gradient(equations, y, status):
         def solve_dense(indices, start, is_near):
             selected = equations.select(indices)
             c, A = selected.linear_part()
-            jacobian = _jacobian(c, A, selected.token.norm, y[indices].double())
+            jacobian = _jacobian(c, A, selected.terms.norm, y[indices].double())
             right = v[indices].double().unsqueeze(-1)
             g = _solve(_eye(jacobian) - jacobian.mT, right).squeeze(-1)
             return g, torch.isfinite(g).all(-1)

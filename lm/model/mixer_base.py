@@ -68,8 +68,8 @@ class Mixer(nn.Module):
 
     - `flops_per_token`, the cost of M(P; v), and `bound`, an upper bound of ‖I − Q‖.
     - `has_low_rank = True` and `low_rank`, which returns I − Q in factors, so that a token's
-      equation has one unknown per rank. Otherwise the equation has the unknown y, with Q held
-      fixed. The gradient is exact either way.
+      equation has as many unknowns as the rank. Otherwise the unknown is y. The gradient is exact
+      either way.
     - `gates`, which `fprnn inspect` draws.
     - `kernel_options`, with which a compiled kernel computes the mixer.
     """
@@ -121,11 +121,7 @@ class Mixer(nn.Module):
         return None
 
     def mix(
-        self,
-        raw: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: MixerWeights,
+        self, raw: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weights: MixerWeights
     ) -> torch.Tensor:
         """Return Q x + (I − Q) y = M(P; x − y) + y, (…,d), for raw (…,m), x and y (…,d)."""
         return self(raw.to(x.dtype), x - y, weights) + y
@@ -208,8 +204,9 @@ def _check_class(cls):
             f"{class_path(cls)} does not define {' and '.join(missing)}: a mixer must define"
             f" {' and '.join(REQUIRED_METHODS.values())} (docs/extending.md)"
         )
-    if cls.from_config.__func__ is Mixer.from_config.__func__:
-        try:  # whether cls(d_inner, d_arg) is a valid call
+    has_default_from_config = cls.from_config.__func__ is Mixer.from_config.__func__
+    if has_default_from_config:  # it calls cls(d_inner, d_arg)
+        try:
             inspect.signature(cls).bind(1, 1)
         except TypeError as e:
             raise MixerError(
@@ -226,7 +223,8 @@ def _check_class(cls):
 
 def describe_unknown(kind: str, name: str, choices: Iterable[str]) -> str:
     """Return a message about an unknown name, with the most similar choice."""
-    matches = difflib.get_close_matches(str(name), list(choices), 1, 0.4)
+    # With difflib's default cutoff, 0.6, `dense` would not suggest `selective_dense`.
+    matches = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.4)
     hint = f"; did you mean `{matches[0]}`?" if matches else ""
     return f"unknown {kind} `{name}`: it must be one of {', '.join(choices)}{hint}"
 
@@ -251,7 +249,7 @@ def build_named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields
         config = copy.copy(config)
         for field, value in fields.items():
             setattr(config, field, value)
-    if is_built_in(MIXERS[name]):  # its sizes were checked by FPRNNConfig, and it needs no check
+    if is_built_in(MIXERS[name]):  # FPRNNConfig has checked the sizes
         return MIXERS[name].from_config(config, d_inner, d_arg)
     try:
         module = MIXERS[name].from_config(config, d_inner, d_arg)
@@ -284,7 +282,8 @@ def _check_module(module, name, d_inner, d_arg):
             f" set self.d_inner = d_inner, here {d_inner}"
         )
     with torch.no_grad():
-        weights = module.weights(next(module.parameters(), torch.zeros(1)))
+        like = next(module.parameters(), torch.zeros(1))
+        weights = module.weights(like)
     shapes = tuple(weights.matrix.shape), tuple(weights.bias.shape)
     expected = (module.out_features, d_arg), (module.out_features,)
     if shapes != expected:

@@ -1,14 +1,15 @@
 """The channel mixers Q of the fixed-point iteration (paper App. C.3).
 
 mixer_base.py defines P, raw = P Wᵀ + bias, and M(P; v) = Q v. The block, not the mixer, computes
-raw: it joins the map with its other projections, and computes the part that depends only on x once
-per solve. k is a factor on I − Q: with `eigen_range: signed` k is 2, and Q has eigenvalues in
-[−1, 1] (Grazzi et al. 2024); with `positive` k is 1, and they are in [0, 1].
+raw: it joins W with its other projections, and computes the part that depends only on x once per
+solve. k is a factor on I − Q: with `eigen_range: signed` k is 2, and Q has eigenvalues in [−1, 1]
+(Grazzi et al. 2024); with `positive` k is 1, and Q has eigenvalues in [0, 1].
 
 Shape suffixes: d channels (d_inner), p width of P, r rank. Any number of leading dimensions is
 allowed, so that a mixer can apply one Q to many vectors v.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +20,7 @@ from torch import nn
 
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
-from .mixer_base import (
-    Mixer,
-    MixerWeights,
-    ReflectionOptions,
-    build_named_mixer,
-    mixer,
-    norm_bound,
-)
+from .mixer_base import Mixer, MixerWeights, ReflectionOptions, build_named_mixer, mixer, norm_bound
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}  # power iterations, as in the paper's code
@@ -116,11 +110,11 @@ def _scale(config):
     return 2.0 if config.eigen_range == "signed" else 1.0
 
 
-def _with_gates(projection, gate, like):
-    """Return matrix and bias of a projection and of the gates, stacked."""
-    maps = [affine_map(layer, like) for layer in (projection, gate)]
+def _stack_maps(layers, like):
+    """Return the MixerWeights of linear layers that all read P; raw is their outputs in order."""
+    maps = [affine_map(layer, like) for layer in layers]
     biases = [matrix.new_zeros(len(matrix)) if bias is None else bias for matrix, bias in maps]
-    return torch.cat([matrix for matrix, _ in maps]), torch.cat(biases)
+    return MixerWeights(torch.cat([matrix for matrix, _ in maps]), torch.cat(biases))
 
 
 @mixer("householder", "dplr")
@@ -180,16 +174,16 @@ class Reflections(Mixer):
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
         if self.u_down is None:
-            return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
-        matrix, bias = _with_gates(self.u_down, self.alpha_proj, like)
-        return MixerWeights(matrix, bias, extra=affine_map(self.u_proj, like))
+            return _stack_maps([self.u_proj, self.alpha_proj], like)
+        weights = _stack_maps([self.u_down, self.alpha_proj], like)
+        return weights._replace(extra=affine_map(self.u_proj, like))
 
     def merge_extra(self, weights: MixerWeights) -> MixerWeights:
         """Return the weights with the two layers p → q → r·d multiplied into one, p → r·d."""
         if not weights.extra:
             return weights
         matrix, bias, (up, up_bias) = weights
-        q = len(matrix) - self.rank  # rows before those of the gates
+        q = len(matrix) - self.rank  # the last `rank` rows are those of the gates
         vector_map, vector_bias = up @ matrix[:q], up @ bias[:q]
         if up_bias is not None:
             vector_bias = vector_bias + up_bias
@@ -206,7 +200,7 @@ class Reflections(Mixer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors k a_i, (…,r), and the unit vectors u_i, (…,r,d)."""
         u, a = raw[..., : -self.rank], raw[..., -self.rank :]
-        if weights.extra:
+        if weights.extra:  # two layers that are not merged
             u = self._second_layer(u, weights)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
@@ -236,7 +230,7 @@ class Reflections(Mixer):
         For dplr this is the sum of the norms of the terms. For householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖,
         because a product of the factors Q_i has norm ≤ 1.
         """
-        return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, True)
+        return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, keepdim=True)
 
     def flops_per_token(self) -> int:
         """Return the FLOPs of M(P; v): normalise (≈4rd), reflect (4rd), second layer."""
@@ -249,8 +243,8 @@ class Kronecker(Mixer):
     """Kronecker product: with v reshaped to X (m₁,m₂), M(P; v) = X − k K₁ᵀ X K₂ᵀ.
 
     m₁ is the largest divisor of d that is at most √d, and m₂ = d / m₁. Each factor K (m,m) is
-    diag(gates) S. S is T Tᵀ with normalised rows, where act(raw) fills the upper triangle T by
-    rows. With norm "spectral", S is also divided by its largest eigenvalue.
+    diag(gates) S. S is T Tᵀ with normalised rows, where the factor's part of act(raw) fills the
+    upper triangle T by rows. With norm "spectral", S is also divided by its largest eigenvalue.
     """
 
     def __init__(
@@ -271,7 +265,7 @@ class Kronecker(Mixer):
         return cls(d_inner, d_arg, config.mixer_act, config.eps, _scale(config), norm)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
+        return _stack_maps([self.uv_proj, self.gate_proj], like)
 
     def _factor(self, gate, triangle, m):
         """Return K (…,m,m) for gate (…,m) and triangle (…,m(m+1)/2)."""
@@ -298,53 +292,53 @@ class Kronecker(Mixer):
 
 @mixer("monarch")
 class Monarch(Mixer):
-    """Block-diagonal matrix with d/r blocks of size r, each I − k a S with a gate a per block.
+    """Block-diagonal matrix with d/r blocks of size r, each I − k a S with its own gate a.
 
-    S = T Tᵀ / (largest column norm of T Tᵀ + eps), where act(raw) fills the upper triangle T by
-    rows.
+    S = T Tᵀ / (largest column norm of T Tᵀ + eps), where the block's part of act(raw) fills the
+    upper triangle T by rows.
     """
 
     def __init__(
-        self, d_inner: int, d_arg: int, size: int, act: str, eps: float, scale: float
+        self, d_inner: int, d_arg: int, block_size: int, act: str, eps: float, scale: float
     ) -> None:
         super().__init__()
-        self.d_inner, self.size, self.blocks = d_inner, size, d_inner // size
+        self.d_inner, self.block_size, self.num_blocks = d_inner, block_size, d_inner // block_size
         self.act, self.eps, self.scale = ACTIVATIONS[act], eps, scale
-        self.triangle = size * (size + 1) // 2
-        self.uv_proj = WNLinear(d_arg, self.blocks * self.triangle)
-        self.gate_proj = WNLinear(d_arg, self.blocks, bias=True)
-        self.out_features = self.blocks * (self.triangle + 1)
+        self.triangle = block_size * (block_size + 1) // 2  # entries of T
+        self.uv_proj = WNLinear(d_arg, self.num_blocks * self.triangle)
+        self.gate_proj = WNLinear(d_arg, self.num_blocks, bias=True)
+        self.out_features = self.num_blocks * (self.triangle + 1)
 
     @classmethod
     def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Monarch":
-        size = config.mixer_rank
-        return cls(d_inner, d_arg, size, config.mixer_act, config.eps, _scale(config))
+        block_size = config.mixer_rank
+        return cls(d_inner, d_arg, block_size, config.mixer_act, config.eps, _scale(config))
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
+        return _stack_maps([self.uv_proj, self.gate_proj], like)
 
-    def _blocks(self, raw):
+    def _identity_minus_q(self, raw):
         """Return I − Q of every block, (…,d/r,r,r)."""
-        triangles, gate = raw[..., : -self.blocks], raw[..., -self.blocks :]
-        triangles = self.act(triangles).unflatten(-1, (self.blocks, self.triangle))
-        S = gram_from_triangle(triangles, self.size)
+        triangles, gate = raw[..., : -self.num_blocks], raw[..., -self.num_blocks :]
+        triangles = self.act(triangles).unflatten(-1, (self.num_blocks, self.triangle))
+        S = gram_from_triangle(triangles, self.block_size)
         max_norm = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
         a = self.scale * torch.sigmoid(gate)[..., None, None]
         return a * (S / (max_norm + self.eps))
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        X = v.unflatten(-1, (self.blocks, self.size))
-        return (X - (self._blocks(raw) @ X.unsqueeze(-1)).squeeze(-1)).flatten(-2)
+        X = v.unflatten(-1, (self.num_blocks, self.block_size))
+        return (X - (self._identity_minus_q(raw) @ X.unsqueeze(-1)).squeeze(-1)).flatten(-2)
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(raw[..., -self.blocks :])
+        return torch.sigmoid(raw[..., -self.num_blocks :])
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """Return the largest bound over the blocks, (…,1)."""
-        return norm_bound(self._blocks(raw)).amax(-1, keepdim=True)
+        return norm_bound(self._identity_minus_q(raw)).amax(-1, keepdim=True)
 
     def flops_per_token(self) -> int:
-        return self.blocks * (2 * self.size**3 + 4 * self.size**2)
+        return self.num_blocks * (2 * self.block_size**3 + 4 * self.block_size**2)
 
 
 @mixer("nonselective")
@@ -386,8 +380,7 @@ class SelectiveDense(Mixer):
         return cls(d_inner, d_arg, config.mixer_act, config.eps)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        matrix, bias = affine_map(self.uv_proj, like)
-        return MixerWeights(matrix, matrix.new_zeros(len(matrix)) if bias is None else bias)
+        return _stack_maps([self.uv_proj], like)
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         S = gram_from_triangle(self.act(raw), self.d_inner)
@@ -410,17 +403,16 @@ class Mixture(Mixer):
 
     @classmethod
     def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixture":
-        names = ["householder", "kronecker"] * config.mixer_rank
-        parts = [
-            build_named_mixer(name, config, d_inner, d_arg, mixer=name, mixer_rank=1)
-            for name in names[: config.mixer_rank]
-        ]
-        return cls(parts)
+        names = itertools.islice(itertools.cycle(["householder", "kronecker"]), config.mixer_rank)
+        return cls(
+            [build_named_mixer(n, config, d_inner, d_arg, mixer=n, mixer_rank=1) for n in names]
+        )
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        weights = [part.weights(like) for part in self.parts]
-        matrix = torch.cat([w.matrix for w in weights])
-        return MixerWeights(matrix, torch.cat([w.bias for w in weights]), extra=tuple(weights))
+        part_weights = tuple(part.weights(like) for part in self.parts)
+        matrix = torch.cat([weights.matrix for weights in part_weights])
+        bias = torch.cat([weights.bias for weights in part_weights])
+        return MixerWeights(matrix, bias, extra=part_weights)
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         raws = raw.split([part.out_features for part in self.parts], dim=-1)
@@ -455,20 +447,16 @@ class Contractive(Mixer):
         return self.mixer.merge_extra(weights)
 
     def mix(
-        self,
-        raw: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: MixerWeights,
+        self, raw: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weights: MixerWeights
     ) -> torch.Tensor:
         mixed = self.mixer.mix(raw, x, y, weights)
-        return x - self._shrink(raw, weights) * (x - mixed)
+        return x - self._compute_shrink(raw, weights) * (x - mixed)
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank | None:
-        factors = self.mixer.low_rank(raw, weights)
-        if factors is None:
+        low_rank = self.mixer.low_rank(raw, weights)
+        if low_rank is None:
             return None
-        return LowRank(factors.U, factors.T * self._shrink(raw, weights).unsqueeze(-1))
+        return LowRank(low_rank.U, low_rank.T * self._compute_shrink(raw, weights).unsqueeze(-1))
 
     def kernel_options(self) -> ReflectionOptions | None:
         options = self.mixer.kernel_options()
@@ -480,9 +468,9 @@ class Contractive(Mixer):
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         mixed = self.mixer(raw, v, weights)
-        return v - self._shrink(raw, weights) * (v - mixed)
+        return v - self._compute_shrink(raw, weights) * (v - mixed)
 
-    def _shrink(self, raw, weights):
+    def _compute_shrink(self, raw, weights):
         """Return the factor on I − Q, (…,1)."""
         return self.kappa / self.mixer.bound(raw, weights).clamp_min(self.kappa)
 
@@ -502,5 +490,5 @@ def build_mixer(config: Any, d_inner: int, d_arg: int) -> Mixer:
         ValueError: If the name is unknown, or the mixer cannot have these sizes. FPRNNConfig has
             checked the sizes of built-in mixers.
     """
-    built = build_named_mixer(config.mixer, config, d_inner, d_arg)
-    return built if config.contractive is None else Contractive(built, config.contractive)
+    module = build_named_mixer(config.mixer, config, d_inner, d_arg)
+    return module if config.contractive is None else Contractive(module, config.contractive)

@@ -26,9 +26,8 @@ WEIGHT = "backbone.layers.0.block.in_proj.weight"
 @pytest.fixture
 def copy(small_export, tmp_path):
     """Return a copy of an export without checksums, which tests may damage."""
-    return Path(
-        shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns(SUMS))
-    )
+    ignore = shutil.ignore_patterns(SUMS)
+    return Path(shutil.copytree(small_export, tmp_path / "copy", ignore=ignore))
 
 
 # Paths that cannot be written. Root ignores permissions, but cannot write below a file or in /proc.
@@ -41,25 +40,24 @@ def blocked(tmp_path):
     return tmp_path / "file" / "below"
 
 
-def test_checks_of_paths_leave_no_trace(tmp_path, blocked):
+def test_checks_of_paths_leave_no_trace(tmp_path):
     check_folder(tmp_path / "a" / "b")
     check_file(tmp_path / "a" / "b.json")
-    (tmp_path / "there.json").write_text("as it was")
-    check_file(tmp_path / "there.json")
-    assert (tmp_path / "there.json").read_text() == "as it was"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "there.json"]
+    (tmp_path / "existing.json").write_text("unchanged")
+    check_file(tmp_path / "existing.json")
+    assert (tmp_path / "existing.json").read_text() == "unchanged"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["existing.json"]
 
-    for place in (blocked, blocked / "deeper"):
+
+def test_checks_refuse_impossible_paths(tmp_path, blocked):
+    for path in (blocked, blocked / "deeper"):
         with pytest.raises(OutputError, match=r"cannot be a folder to write to: .*file is a file"):
-            check_folder(place)
+            check_folder(path)
     with pytest.raises(OutputError, match="is a folder: name a file in it"):
         check_file(tmp_path)
-    full = OSError(28, "No space left on device")
-    with (
-        pytest.raises(OutputError, match=r"x\.json cannot be written: No space"),
-        writing("x.json"),
-    ):
-        raise full
+    disk_full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OutputError, match="json cannot be written: No space"), writing("x.json"):
+        raise disk_full
 
 
 @pytest.mark.parametrize(
@@ -74,17 +72,17 @@ def test_exit_status_of_a_wrong_path_differs_from_a_full_disk(code, status):
     assert exit_status(caught.value) == status
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a place that even root cannot write")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
 def test_unwritable_path_is_refused_even_for_root():
     with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
         check_folder("/proc/fprnn/a")
 
 
-def test_links_and_devices_are_written_through(tmp_path, small_export, capsys):
+def test_links_and_devices_are_written_through(tmp_path):
     """They are not replaced by a regular file."""
-    (tmp_path / "there").write_text("old")
-    for name, leads_to in (("link", "there"), ("dangling", "new"), ("loop", "loop")):
-        (tmp_path / name).symlink_to(leads_to)
+    (tmp_path / "existing").write_text("old")
+    for name, target in (("link", "existing"), ("dangling", "new"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(target)
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "dangling"):
         check_file(tmp_path / name)
@@ -93,7 +91,7 @@ def test_links_and_devices_are_written_through(tmp_path, small_export, capsys):
     for write in (check_file, lambda path: write_text(path, "x")):
         with pytest.raises(OutputError, match="loop cannot be written: Too many levels"):
             write(tmp_path / "loop")
-    check_file(tmp_path / "pipe")  # nobody reads there yet
+    check_file(tmp_path / "pipe")  # does not wait, although there is no reader yet
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     write_text(tmp_path / "pipe", "through")
     assert os.read(reader, 100) == b"through"
@@ -108,27 +106,28 @@ def test_export_through_a_link_and_after_a_killed_export(tmp_path, small_export)
     model, real = load_model(small_export), tmp_path / "real"
     real.mkdir()
     (tmp_path / "out").symlink_to("real")
-    for _ in range(2):  # made, and replaced
+    for _ in ("create the export", "replace it"):
         write_export(model, tmp_path / "out", small_export, "x", "")
     assert (tmp_path / "out").is_symlink() and (real / "config.json").is_file()
-    left, busy = tmp_path / ".real-killed00", tmp_path / ".real-busy0000"
-    for folder in (left, busy):
+    # Temporary folders of an export that was killed, and of an export that runs: it holds the lock.
+    abandoned, busy = tmp_path / ".real-killed00", tmp_path / ".real-busy0000"
+    for folder in (abandoned, busy):
         (folder / "export").mkdir(parents=True)
     with _lock_folder(busy):
         write_export(model, tmp_path / "out", small_export, "x", "")
-    assert not left.exists() and busy.exists()
+    assert not abandoned.exists() and busy.exists()
 
 
-LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
+LONG = "a" * 300  # a file name may have 255 bytes
 
 
 def test_too_long_file_name_is_refused(capsys, tiny, tmp_path, small_export):
     from lm.runs.run_dir import RunDir
 
     for check in (check_folder, check_file):
-        for place in (tmp_path / LONG, tmp_path / LONG / "below"):
+        for path in (tmp_path / LONG, tmp_path / LONG / "below"):
             with pytest.raises(OutputError, match="cannot be written: File name too long"):
-                check(place)
+                check(path)
     with pytest.raises(OutputError, match="File name too long"):
         cfg = tiny(f"name={LONG}")
         RunDir(cfg.run_dir).claim(cfg, False)
@@ -143,10 +142,8 @@ def test_too_long_file_name_is_refused(capsys, tiny, tmp_path, small_export):
 
 def test_eval_to_an_unwritable_path_is_refused(capsys, small_export, blocked):
     pytest.importorskip("lm_eval")
-    message = refused(
-        capsys, "eval", small_export, "--tasks", "catbabi_mini", "--out", blocked / "x"
-    )
-    assert "is a file" in message
+    task = "--tasks", "catbabi_mini"
+    assert "is a file" in refused(capsys, "eval", small_export, *task, "--out", blocked / "x")
 
 
 def test_export_to_an_unwritable_path_is_refused(capsys, tmp_path, blocked, byte_tokenizer):
@@ -160,22 +157,22 @@ def test_export_to_an_unwritable_path_is_refused(capsys, tmp_path, blocked, byte
 def test_report_in_an_unwritable_path_is_refused(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("name: x")
     (tmp_path / "figures").write_text("x")
-    assert "figures cannot be a folder to write to: it is a file" in refused(
-        capsys, "report", tmp_path
-    )
+    message = refused(capsys, "report", tmp_path)
+    assert "figures cannot be a folder to write to: it is a file" in message
 
 
 # Damaged runs and exports
 
 
-def rewritten(folder: Path, change) -> None:
-    """Change the weights of an export."""
+def change_weights(folder: Path, change) -> None:
+    """Call `change` on the weights of an export, and save them."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     change(weights)
     save_file(weights, path, metadata={"format": "pt"})
 
 
+# Name → function that damages the weights, and the words of the message.
 DAMAGES = {
     "missing": (lambda w: w.pop(WEIGHT), f"1 weight missing ({WEIGHT})"),
     "extra": (
@@ -193,15 +190,15 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_weights_that_contradict_the_config_are_refused(capsys, copy, damage):
     change, words = DAMAGES[damage]
-    rewritten(copy, change)
+    change_weights(copy, change)
     assert words in refused(capsys, "generate", copy, "--prompt", "a")
 
 
-@pytest.mark.parametrize("kept", [0, 7, 0.5])
-def test_truncated_weights_are_refused(copy, kept):
+# An empty file, a part of the first 8 bytes (the header's length), and all but the last bytes.
+@pytest.mark.parametrize("end", [0, 7, -1000])
+def test_truncated_weights_are_refused(copy, end):
     path = copy / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    path.write_bytes(path.read_bytes()[:end])
     with pytest.raises(LoadError, match=r"the weights in .* are cut short or damaged"):
         load_model(copy)
 
@@ -275,10 +272,11 @@ def test_control_characters_of_files_are_escaped(capsys, tiny_run, tmp_path, und
     (failed / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
     for folder in (run, failed):
         for words in (("report", "--out", tmp_path / "page"), ("status",)):
-            assert main([str(word) for word in (*words, folder)]) == 0
+            assert main([*map(str, words), str(folder)]) == 0
             shown = capsys.readouterr()
             assert not CONTROL.search(shown.out + shown.err)
-            assert (words[0], folder) != ("report", failed) or r"\x1b]0;title" in shown.out
+            if words[0] == "report" and folder == failed:  # it prints the failure
+                assert r"\x1b]0;title" in shown.out
         for name in ("report.html", "summary.json"):
             assert not CONTROL.search((tmp_path / "page" / name).read_text())
 
@@ -290,8 +288,8 @@ def test_report_names_damaged_scores(capsys, tmp_path):
     for tasks in ([], {"a": []}, {"a": {"metrics": {"acc": {}}}}, {"a": {"metrics": {"acc": 1}}}):
         scores.write_text(json.dumps({"tasks": tasks}))
         assert main(["report", str(tmp_path)]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert "results.json is damaged: each task must have metrics" in said
+        output = " ".join(capsys.readouterr().out.split())
+        assert "results.json is damaged: each task must have metrics" in output
 
 
 def test_damaged_tokenizer_record_is_refused(capsys, tiny_run, tmp_path):
@@ -303,17 +301,18 @@ def test_damaged_tokenizer_record_is_refused(capsys, tiny_run, tmp_path):
 def test_code_runs_only_from_a_trusted_folder(tmp_path, monkeypatch):
     import transformers
 
-    asked = []
+    trust_options = []  # values of trust_remote_code, one per call
 
     def from_pretrained(path, **options):
-        asked.append(options["trust_remote_code"])
-        raise OSError("asked enough")
+        trust_options.append(options["trust_remote_code"])
+        raise OSError("not loaded")
 
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
     for load in (load_model, load_tokenizer):
         for path in ("owner/name", tmp_path):
             for trust in (False, True):
-                with pytest.raises(LoadError, match="asked enough"):
+                with pytest.raises(LoadError, match="not loaded"):
                     load(path, trust)
-    assert asked == 2 * [False, False, False, True]
+    # Only True for a folder with trust, for the model and the tokenizer.
+    assert trust_options == 2 * [False, False, False, True]

@@ -27,16 +27,17 @@ TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def two_ranks(out, *settings, fault=None):
-    """Start both ranks of a run without a launcher; rank 1 has a fault."""
+    """Start both ranks of a run without a launcher; `fault` (tests/faults.py) is for rank 1."""
     arguments = [*TINY, f"out_dir={out}", *settings]
     if fault is None:
         return start_ranks("lm", arguments, 2)
-    of_rank = [arguments, [fault, *arguments]]
-    return start_ranks(["lm", "tests.faults"], of_rank.__getitem__, 2)
+    arguments_by_rank = [arguments, [fault, *arguments]]
+    return start_ranks(["lm", "tests.faults"], arguments_by_rank.__getitem__, 2)
 
 
 @pytest.fixture
-def stopped_rank(tmp_path):
+def start_with_suspended_rank(tmp_path):
+    """Return a function that starts two ranks, of which a fault suspends rank 1."""
     processes = []
 
     def start(fault, *settings):
@@ -50,19 +51,19 @@ def stopped_rank(tmp_path):
         process.wait(60)
 
 
-def test_suspended_rank_is_a_hang_for_the_other(tmp_path, stopped_rank):
-    first, _ = stopped_rank("stop_at=6", "engine.timeout_s=4")
+def test_suspended_rank_is_a_hang_for_the_other(tmp_path, start_with_suspended_rank):
+    first, _ = start_with_suspended_rank("stop_at=6", "engine.timeout_s=4")
     error = first.communicate(timeout=120)[1]
     assert first.returncode == HANG, error
     assert "rank 0 has stood still" in error
     stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
-    assert "all_reduce" in stacks  # what it waited in
+    assert "all_reduce" in stacks  # rank 0 waited in it
     assert (tmp_path / "tiny/checkpoints/step-000004/manifest.json").exists()
 
 
-def test_collective_timeout_is_an_error(stopped_rank):
+def test_collective_timeout_is_an_error(start_with_suspended_rank):
     """It happens in the last validation, during which no watchdog runs."""
-    first, _ = stopped_rank("stop_at_the_end=1", "engine.timeout_s=4")
+    first, _ = start_with_suspended_rank("stop_at_the_end=1", "engine.timeout_s=4")
     began = time.monotonic()
     error = first.communicate(timeout=120)[1]
     assert first.returncode == HANG and time.monotonic() - began < 90
@@ -80,18 +81,18 @@ def test_killed_rank_is_reported_by_the_other(tmp_path):
     error = first.communicate(timeout=60)[1]
     assert first.returncode == MACHINE, error
     assert "error: another rank is gone: it was killed" in error and "Traceback" not in error
-    word = json.loads((tmp_path / "tiny/failure.json").read_text())
-    assert word["exit_code"] == MACHINE and word["sentence"] in error
+    failure = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert failure["exit_code"] == MACHINE and failure["sentence"] in error
 
 
-def ended(processes):
+def wait_for_all(processes):
     """Wait until all ranks have ended; return (exit status, stderr) of each."""
     errors = [process.communicate(timeout=120)[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors)]
 
 
 def test_ranks_with_different_kernels_are_refused(tmp_path):
-    ends = ended(two_ranks(tmp_path, fault="plain_kernels=1"))
+    ends = wait_for_all(two_ranks(tmp_path, fault="plain_kernels=1"))
     assert [status for status, _ in ends] == [BAD_CONFIG] * 2, ends
     assert "rank 1 on " in ends[1][1] and "rank 0: plain PyTorch" in ends[1][1]
     assert not (tmp_path / "tiny").exists()
@@ -100,7 +101,7 @@ def test_ranks_with_different_kernels_are_refused(tmp_path):
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 def test_nan_on_one_rank_rolls_back_all(tmp_path, stage):
     settings = ("train.grad_accum_steps=2", f"engine.zero_stage={stage}", "log.every=1")
-    ends = ended(two_ranks(tmp_path, *settings, fault="nonfinite_at=11"))
+    ends = wait_for_all(two_ranks(tmp_path, *settings, fault="nonfinite_at=11"))
     assert [status for status, _ in ends] == [0, 0], ends
     (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
     assert (rollback["from"], rollback["number"]) == (6, 1)
@@ -109,7 +110,7 @@ def test_nan_on_one_rank_rolls_back_all(tmp_path, stage):
 
 def test_nan_in_a_moment_of_one_rank_is_never_saved(tmp_path):
     settings = ("train.grad_accum_steps=1", "checkpoint.every=2", "log.every=1")
-    ends = ended(two_ranks(tmp_path, *settings, fault="moment_nan_at=4"))
+    ends = wait_for_all(two_ranks(tmp_path, *settings, fault="moment_nan_at=4"))
     assert [status for status, _ in ends] == [0, 0], ends
     (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
     assert rollback == {"number": 1, "from": 4, "why": "NaN or infinity in exp_avg_sq"}
@@ -126,30 +127,31 @@ def test_nan_on_one_rank_under_zero_3_ends_the_run(tmp_path):
 
 
 def test_unreadable_data_on_one_rank_is_reported_by_all(tmp_path):
-    ends = ended(two_ranks(tmp_path, "train.grad_accum_steps=1", fault="no_data_at=6"))
+    ends = wait_for_all(two_ranks(tmp_path, "train.grad_accum_steps=1", fault="no_data_at=6"))
     assert [status for status, _ in ends] == [BAD_DATA, BAD_DATA], ends
     assert all("error: the disk with the text is gone" in error for _, error in ends)
-    word = json.loads((tmp_path / "tiny/failure.json").read_text())
-    assert word == {"sentence": "the disk with the text is gone", "exit_code": BAD_DATA}
+    failure = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert failure == {"sentence": "the disk with the text is gone", "exit_code": BAD_DATA}
 
 
 def test_timeout_applies_to_groups_of_deepspeed():
     """Only the group for work of rank 0 may wait for days."""
-    waits = run_ranks_for_json("tests.engine_sockets", 2)["timeouts"]
-    assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
+    *timeouts_s, last_timeout_s = run_ranks_for_json("tests.engine_sockets", 2)["timeouts"]
+    assert len(timeouts_s) > 1 and set(timeouts_s) == {84.7}  # 1.1 × the engine.timeout_s of 77 s
+    assert last_timeout_s == 7 * 86400
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no Linux")
 def test_single_process_listens_on_loopback_only():
-    done = FORKS.run("tests.engine_sockets", [], timeout=120)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["addresses"]) == {"0100007F"}, done.stderr
+    process = FORKS.run("tests.engine_sockets", [], timeout=120)
+    sockets = json.loads(process.stdout.splitlines()[-1])
+    assert set(sockets["addresses"]) == {"0100007F"}, process.stderr  # 127.0.0.1 in /proc/net/tcp
 
 
 @pytest.mark.slow
 def test_run_continues_after_a_killed_rank(tmp_path):
     """A launcher runs the training; afterwards the same run continues to its end."""
-    long = (
+    settings = (
         "train.steps=60",
         "checkpoint.every=7",
         "train.global_batch_size=4",
@@ -163,7 +165,7 @@ def test_run_continues_after_a_killed_rank(tmp_path):
         "PATH": f"{os.path.dirname(sys.executable)}:{ENV['PATH']}",
     }
     process = subprocess.Popen(
-        command(out, *long, processes=2),
+        command(out, *settings, processes=2),
         cwd=ROOT,
         env=env,
         stdout=subprocess.PIPE,
@@ -175,15 +177,15 @@ def test_run_continues_after_a_killed_rank(tmp_path):
     while not metrics.exists() or metrics.read_text().count("\n") < 12:
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.05)
-    below = psutil.Process(process.pid).children(recursive=True)
-    second = [child for child in below if child.environ().get("RANK") == "1"]
-    min(second, key=lambda child: child.create_time()).kill()  # the others are its workers
+    children = psutil.Process(process.pid).children(recursive=True)
+    rank_1_processes = [child for child in children if child.environ().get("RANK") == "1"]
+    min(rank_1_processes, key=lambda child: child.create_time()).kill()  # not its workers
     process.communicate(timeout=60)
     assert process.returncode != 0
-    assert not psutil.wait_procs(below, timeout=10)[1]
-    resumed, _ = run(out, *long, "resume=auto", processes=2, launcher=True)
-    whole, _ = run(tmp_path / "whole", *long)
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    resumed, _ = run(out, *settings, "resume=auto", processes=2, launcher=True)
+    whole, _ = run(tmp_path / "whole", *settings)
     assert [r["step"] for r in resumed] == list(range(1, 61))
-    for ours, theirs in zip(resumed, whole):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    for record, expected in zip(resumed, whole):
+        assert record["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     assert len(read_losses(out / "tiny")) == 60

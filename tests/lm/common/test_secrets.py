@@ -22,6 +22,7 @@ URL = "http://someone:s3cr3t@127.0.0.1:9"
     [
         (f"{URL}/a?b cannot be reached", "http://***@127.0.0.1:9/a?b cannot be reached"),
         ("https://hf_token@host, https://u:p@ss@host", "https://***@host, https://***@host"),
+        # These have no credentials: @ comes after a slash or a space.
         ("hf://datasets/OWNER/NAME@main/a", "hf://datasets/OWNER/NAME@main/a"),
         ("https://host/a@b me@host", "https://host/a@b me@host"),
     ],
@@ -33,21 +34,20 @@ def test_only_credentials_are_masked(text, masked):
 def test_every_output_is_masked(tmp_path, capsys, monkeypatch, caplog):
     error = UserError(f"{URL} cannot be reached")
     RunDir(tmp_path).record_failure(error)
-    assert json.loads((tmp_path / "failure.json").read_text())["sentence"] == describe_user_error(
-        error
-    )
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert failure["sentence"] == describe_user_error(error)
     monkeypatch.setattr(say, "enabled", True)
     say(f"waiting for {URL}")
     before = logging.getLogRecordFactory()
     try:
         mask_logs()
-        mask_logs()
+        mask_logs()  # the second call does nothing
         logging.getLogger("huggingface_hub.utils").warning("GET %s/a failed", URL)
     finally:
         logging.setLogRecordFactory(before)
     shown = [describe_user_error(error), capsys.readouterr().out, caplog.text]
-    assert all("***@127.0.0.1:9" in one for one in shown)
-    assert not any("s3cr3t" in one for one in shown)
+    assert all("***@127.0.0.1:9" in output for output in shown)
+    assert not any("s3cr3t" in output for output in shown)
 
 
 def test_unreachable_hub_is_named_without_credentials(monkeypatch):

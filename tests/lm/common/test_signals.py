@@ -26,20 +26,20 @@ def signals():
 
 @pytest.mark.parametrize("wait", ["sleep", "socket"])
 def test_stop_signal_interrupts_a_wait(signals, wait):
-    silent, _ = pair = socket.socketpair()
+    silent, other = socket.socketpair()  # nothing is ever sent
     began = time.monotonic()
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     with pytest.raises(StopRequested), signals.interruptible():
         try:
             time.sleep(30) if wait == "sleep" else silent.recv(1)
-        except Exception:  # as code does that tries again
+        except Exception:  # code that tries again must not catch the signal
             time.sleep(30)
     assert time.monotonic() - began < 5 and signals.is_stop_requested
-    for end in pair:
-        end.close()
-    with pytest.raises(StopRequested), signals.interruptible():  # it came before
-        raise AssertionError
+    silent.close()
+    other.close()
+    with pytest.raises(StopRequested), signals.interruptible():  # the signal came before
+        raise AssertionError("the block must not run")
 
 
 def test_stop_signal_outside_a_wait_sets_a_flag(signals):
@@ -64,7 +64,7 @@ def test_child_gets_sigterm_when_its_parent_is_killed():
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE) as parent:
         pid = int(parent.stdout.readline())
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # the child runs
         parent.kill()
     until = time.monotonic() + 10
     while time.monotonic() < until and is_running(pid):
@@ -73,8 +73,8 @@ def test_child_gets_sigterm_when_its_parent_is_killed():
 
 
 def is_running(pid: int) -> bool:
-    try:
+    try:  # the line is `pid (name) state …`
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state != "Z"
+    return state != "Z"  # a zombie has ended

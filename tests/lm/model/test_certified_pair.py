@@ -12,18 +12,18 @@ from lm.model.solver import BISECTED, FAILED
 from tests.kernels import skip_if_missing
 from tests.marks import slow
 
-SHAPES = {"alpha": (1, 2), "beta": (1, 2, 2), "delta": (1, 2), "gamma0": (1,), "gamma1": (1, 2)}
-SHAPES |= {"gamma2": (1, 2, 2)}
+# Shapes of alpha, beta, delta, gamma0, gamma1 and gamma2 for one token with r = 2.
+SHAPES = [(1, 2), (1, 2, 2), (1, 2), (1,), (1, 2), (1, 2, 2)]
 
 
 def equation(alpha, beta, delta=(0, 0), gamma0=1.0, gamma1=(0, 0), gamma2=(1, 0, 0, 1)):
     """Return the Coefficients of a token in fp64."""
-    numbers = zip(SHAPES.values(), (alpha, beta, delta, gamma0, gamma1, gamma2))
-    fields = [torch.tensor(x, dtype=torch.float64).reshape(shape) for shape, x in numbers]
-    return Coefficients(*fields, FLOOR)
+    numbers = alpha, beta, delta, gamma0, gamma1, gamma2
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in numbers]
+    return Coefficients(*(t.reshape(shape) for t, shape in zip(tensors, SHAPES)), FLOOR)
 
 
-def scaled_distance(coefficients, s, other):
+def scaled_distances(coefficients, s, other):
     """Return distances between roots in units of the equations' terms, (n,)."""
     return (s - other).abs().amax(1) / coefficients.size(s, coefficients.phi(s)[1])
 
@@ -33,11 +33,12 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     skip_if_missing(cpu_roots)
     equations = draw_pair_equations(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
-    converged = is_proven & (picard.outcome == 0)
-    assert (scaled_distance(coefficients, picard.s, s)[converged] < 1e-3).all()
-    assert attracts[converged].all()
+    has_both = is_proven & (picard.outcome == 0)
+    assert (scaled_distances(coefficients, picard.s, s)[has_both] < 1e-3).all()
+    assert attracts[has_both].all()
+    # Most roots are proven, and some of them repel.
     assert is_proven.double().mean() > 0.8 and (is_proven & ~attracts).double().mean() > 0.03
 
 
@@ -46,24 +47,26 @@ def test_plain_pytorch_and_cpu_kernel_decide_alike():
     equations = draw_pair_equations(20_000, 4)
     coefficients = Coefficients(*equations, FLOOR)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
-    compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, False)
-    distance = scaled_distance(coefficients, s, compiled.s)
-    assert (distance[is_proven] < 1e-4).all()
-    expected = torch.where(attracts, 0, BISECTED)
-    assert (expected == compiled.outcome)[is_proven].all()
+    expected_outcome = torch.where(attracts, 0, BISECTED)
+    # 1. The kernel has the proven roots, after few evaluations, and the roots that Picard finds.
+    compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=False)
+    assert (scaled_distances(coefficients, s, compiled.s)[is_proven] < 1e-4).all()
+    assert (expected_outcome == compiled.outcome)[is_proven].all()
     assert not (compiled.outcome & FAILED).any()
     assert evaluations[is_proven].max() < 100
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
-    converged = picard.outcome == 0
-    assert not compiled.outcome[converged].any()
-    assert (scaled_distance(coefficients, picard.s, compiled.s)[converged] < 1e-3).all()
-    whole, outcome = _find_root_plain(coefficients)
-    distance = scaled_distance(coefficients, whole, compiled.s)
-    assert (outcome == expected)[is_proven].all() and (distance[is_proven] < 1e-4).all()
-    both = (outcome | compiled.outcome) == 0
-    assert (distance[both] < 1e-3).all()
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
+    has_converged = picard.outcome == 0
+    assert not compiled.outcome[has_converged].any()
+    distances = scaled_distances(coefficients, picard.s, compiled.s)
+    assert (distances[has_converged] < 1e-3).all()
+    # 2. The whole search in plain PyTorch has the same roots.
+    plain_s, plain_outcome = _find_root_plain(coefficients)
+    distances = scaled_distances(coefficients, plain_s, compiled.s)
+    assert (plain_outcome == expected_outcome)[is_proven].all()
+    assert (distances[is_proven] < 1e-4).all()
+    assert (distances[(plain_outcome | compiled.outcome) == 0] < 1e-3).all()
     # Plain PyTorch runs Picard in fp32: near a fold one of the two may find no root.
-    assert (outcome != compiled.outcome).double().mean() < 0.004
+    assert (plain_outcome != compiled.outcome).double().mean() < 0.004
 
 
 def test_root_is_on_the_side_of_alpha():
@@ -90,7 +93,7 @@ def test_rotation_without_attracting_root_is_decided():
 @pytest.mark.parametrize(
     "numbers",
     [
-        # α and δ are on different sides of the line.
+        # With B = diag(·, 1/2) the line is s₁ = 0. α and δ are on different sides of it.
         dict(alpha=(0.1, 0.0), delta=(-0.3, 0.0), beta=(3.0, 0.0, 0.0, 0.5)),
         # α is on the line, up to 5e-5 of its length.
         dict(alpha=(5e-5, 1.0), beta=(1.5, 0.0, 0.0, 0.5)),
@@ -124,20 +127,22 @@ def test_unproven_pairs_are_rejected(numbers):
     assert not is_proven and (s == 0).all()
 
 
-def test_the_polynomials_are_those_of_the_equation():
+def test_polynomials_satisfy_their_definitions():
     """Random equations satisfy s = v / det and N² = det² D at some g."""
     fields = [t.double() for t in draw_pair_equations(50, 5)]
     e = certified_root.PairEquation(*fields, FLOOR)
     for g in (1e-3, 0.3):
         powers = g ** torch.arange(5, dtype=torch.float64)
-        rest = torch.eye(2, dtype=torch.float64) - g * e.beta
+        matrix = torch.eye(2, dtype=torch.float64) - g * e.beta
         det = e.expand_determinant() @ powers[:3]
-        torch.testing.assert_close(det, torch.linalg.det(rest), rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(det, torch.linalg.det(matrix), rtol=1e-8, atol=1e-9)
         s = torch.einsum("k,nki->ni", powers[:3], e.expand_numerator()) / det.unsqueeze(-1)
-        expected = torch.linalg.solve(rest, g * e.alpha + e.delta)
+        expected = torch.linalg.solve(matrix, g * e.alpha + e.delta)
         torch.testing.assert_close(s, expected, rtol=1e-6, atol=1e-9)
-        under = e.gamma0 + 2 * (e.gamma1 * s).sum(1) + torch.einsum("ni,nij,nj->n", s, e.gamma2, s)
-        torch.testing.assert_close(e.expand_square() @ powers, det**2 * under, rtol=1e-5, atol=1e-9)
+        quadratic_term = torch.einsum("ni,nij,nj->n", s, e.gamma2, s)
+        radicand = e.gamma0 + 2 * (e.gamma1 * s).sum(1) + quadratic_term  # D
+        n_squared = e.expand_n_squared() @ powers
+        torch.testing.assert_close(n_squared, det**2 * radicand, rtol=1e-5, atol=1e-9)
 
 
 def test_bernstein_coefficients_count_zeros():
@@ -145,16 +150,18 @@ def test_bernstein_coefficients_count_zeros():
     ends = torch.tensor([[0.0, 0.3, 0.5, 2.0]], dtype=torch.float64)
     for _ in range(20):
         zeros = rng.uniform(0, 2, 3)
-        coefficients = np.poly([*zeros, 1j, -1j, -2.0])[::-1].real.copy()
-        p = torch.from_numpy(coefficients).unsqueeze(0)
-        b = certified_root.to_bernstein(p, ends)[0]
-        at_ends = np.polyval(coefficients[::-1], ends[0].numpy())
-        np.testing.assert_allclose(b[:, 0], at_ends[:-1], rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(b[:, -1], at_ends[1:], rtol=1e-9, atol=1e-12)
-        changes, at_end = certified_root.count_sign_changes(p, ends)
-        inside = np.histogram(zeros, ends[0].numpy())[0]
-        extra = changes[0].numpy() - inside
-        assert (extra >= 0).all() and (extra % 2 == 0).all()
-        torch.testing.assert_close(at_end[0], b[:, -1])
-    flat = torch.zeros(1, 7, dtype=torch.float64)
-    assert (certified_root.count_sign_changes(flat, ends)[0] == 9).all()
+        # Degree 6: three zeros in the pieces, and i, −i and −2.
+        descending = np.poly([*zeros, 1j, -1j, -2.0]).real
+        coefficients = torch.from_numpy(descending[::-1].copy()).unsqueeze(0)
+        bernstein = certified_root.to_bernstein(coefficients, ends)[0]
+        value_at_ends = np.polyval(descending, ends[0].numpy())
+        np.testing.assert_allclose(bernstein[:, 0], value_at_ends[:-1], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(bernstein[:, -1], value_at_ends[1:], rtol=1e-9, atol=1e-12)
+        changes, at_upper_end = certified_root.count_sign_changes(coefficients, ends)
+        zero_counts = np.histogram(zeros, ends[0].numpy())[0]
+        surplus = changes[0].numpy() - zero_counts  # Descartes' rule: even, and not negative
+        assert (surplus >= 0).all() and (surplus % 2 == 0).all()
+        torch.testing.assert_close(at_upper_end[0], bernstein[:, -1])
+    zero_polynomial = torch.zeros(1, 7, dtype=torch.float64)
+    changes, _ = certified_root.count_sign_changes(zero_polynomial, ends)
+    assert (changes == certified_root.UNKNOWN).all()

@@ -22,20 +22,21 @@ def layer():
 
 
 def by_token(layer, u, h, c):
-    """Outputs (l,d), and h and c after the last token, of one row u (l,d): gates i, f, g, o."""
+    """Return the outputs (l,d) of one row u (l,d), and h and c after its last token."""
     weights, outputs = dict(layer.lstm.named_parameters()), []
     for x in u:
         gates = weights["weight_ih_l0"] @ x + weights["bias_ih_l0"]
         gates = gates + weights["weight_hh_l0"] @ h + weights["bias_hh_l0"]
-        i, f, g, o = gates.chunk(4)
+        i, f, g, o = gates.chunk(4)  # torch's order
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         outputs.append(h)
     return torch.stack(outputs), h, c
 
 
-def test_the_layer_is_the_equations_from_a_state_on(layer):
-    u, before = torch.randn(2, 7, WIDTH).double(), torch.randn(2, 2, WIDTH).double()
+def test_layer_equals_its_equations_after_a_state(layer):
+    u = torch.randn(2, 7, WIDTH).double()
+    before = torch.randn(2, 2, WIDTH).double()  # h and c of both rows
     output, _, end = layer(u, Sequences(state=LSTMState(*before), return_state=True))
     for row in range(2):
         expected = by_token(layer, u[row], *before[:, row])
@@ -44,9 +45,10 @@ def test_the_layer_is_the_equations_from_a_state_on(layer):
     assert not end.h.requires_grad and not end.c.requires_grad
 
 
-def test_a_document_starts_from_zero_and_padding_leaves_the_state_alone(layer):
-    """Rows of 7 tokens and of 4; a document begins at 3 in the first, at 1 in the second."""
-    u, before = torch.randn(2, 7, WIDTH).double(), torch.randn(2, 2, WIDTH).double()
+def test_a_document_starts_from_zero_and_padding_keeps_the_state(layer):
+    """Rows of 7 and 4 tokens; a document begins at token 3 of the first row, at 1 of the second."""
+    u = torch.randn(2, 7, WIDTH).double()
+    before = torch.randn(2, 2, WIDTH).double()  # h and c of both rows
     lengths, begins = (7, 4), (3, 1)
     mask = torch.arange(7) < torch.tensor(lengths)[:, None]
     starts = torch.arange(7) == torch.tensor(begins)[:, None]
@@ -64,18 +66,19 @@ def test_a_document_starts_from_zero_and_padding_leaves_the_state_alone(layer):
 
 def test_a_row_of_padding_keeps_its_state(layer):
     before = LSTMState(*torch.randn(2, 2, WIDTH).double())
-    mask = torch.tensor([[True] * 3, [False] * 3])
+    mask = torch.tensor([[True] * 3, [False] * 3])  # the second row has only padding
     u = torch.randn(2, 3, WIDTH).double()
     end = layer(u, Sequences(mask, state=before, return_state=True))[2]
     assert torch.equal(end.h[1], before.h[1]) and torch.equal(end.c[1], before.c[1])
     assert not torch.equal(end.h[0], before.h[0])
 
 
-def test_flops_are_two_a_multiply_add_of_every_weight(layer):
-    assert layer.flops_per_token(10) == 2 * sum(p.numel() for p in layer.parameters() if p.ndim > 1)
+def test_flops_are_two_per_weight_of_a_matrix(layer):
+    weights = (p.numel() for p in layer.parameters() if p.ndim > 1)
+    assert layer.flops_per_token(length=10) == 2 * sum(weights)
 
 
 def test_the_forget_gate_starts_open(layer):
-    bias = layer.lstm.bias_ih_l0
+    bias = layer.lstm.bias_ih_l0  # of i, f, g, o
     assert bias[WIDTH : 2 * WIDTH].eq(1).all() and bias.sum() == WIDTH
     assert layer.lstm.bias_hh_l0.eq(0).all() and F.relu(layer.lstm.weight_hh_l0).any()

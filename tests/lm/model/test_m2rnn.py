@@ -7,26 +7,27 @@ import torch.nn.functional as F
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.diagonal import M2RNN
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.lm.model.test_channel_delta import layer
+from tests.lm.model.test_channel_delta import make_layer
 from tests.lm.model.test_delta import SIZES
 from tests.lm.model.test_slstm import convolved
 
 
-def written_out(block, u, groups):
-    """A row u (l,32) of eight heads of 8, d_state 16."""
+def run_by_token(block, u, groups):
+    """Compute a layer with 8 heads of 8 channels and d_state 16 on a row u (l,32)."""
     n, heads, p = 16, 8, 8
     z, vkq, gate = (u @ block.in_proj.weight.T).split([64, 64 + 2 * groups * n, heads], dim=-1)
     v, k, q = convolved(vkq, block.conv1d).split([64, groups * n, groups * n], dim=-1)
     f = torch.exp(-torch.exp(block.A_log) * F.softplus(gate + block.dt_bias))
     out = torch.zeros_like(v)
     for head in range(heads):
-        group = slice(n * (head // (heads // groups)), n * (head // (heads // groups)) + n)
-        of_head = slice(p * head, p * head + p)
+        first = n * (head // (heads // groups))
+        group = slice(first, first + n)  # channels of k and q that the head reads
+        channels = slice(p * head, p * head + p)
         H = torch.zeros(n, p, dtype=u.dtype)
         for t in range(len(u)):
-            new = torch.tanh(H @ block.state_proj[head] + torch.outer(k[t, group], v[t, of_head]))
+            new = torch.tanh(H @ block.state_proj[head] + torch.outer(k[t, group], v[t, channels]))
             H = f[t, head] * H + (1 - f[t, head]) * new
-            out[t, of_head] = H.T @ q[t, group]
+            out[t, channels] = H.T @ q[t, group]
     o = (out + block.D * v) * F.silu(z)
     o = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-5) * block.norm.weight
     return o @ block.out_proj.weight.T
@@ -34,27 +35,27 @@ def written_out(block, u, groups):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @torch.no_grad()
-def test_the_layer_is_the_papers(groups):
-    block = layer("m2rnn", ngroups=groups, d_state=16)
+def test_layer_equals_its_equations(groups):
+    block = make_layer("m2rnn", ngroups=groups, d_state=16)
     assert type(block) is M2RNN
     u = torch.randn(25, 32, dtype=torch.float64)
     torch.testing.assert_close(
-        block(u[None])[0][0], written_out(block, u, groups), rtol=0, atol=1e-9
+        block(u[None])[0][0], run_by_token(block, u, groups), rtol=0, atol=1e-9
     )
 
 
-def test_a_state_starts_unmoved_and_gates_as_gated_deltanets():
+def test_state_proj_starts_as_identity_and_gates_as_in_gated_deltanet():
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers="m2rnn"))
     block = model.backbone.layers[0].block
     assert (block.state_proj == torch.eye(8)).all() and block.D.eq(1).all()
     assert block.A_log.exp().max() <= 16
     steps = F.softplus(block.dt_bias)
-    assert steps.min() >= 9.9e-4 and steps.max() <= 0.101
+    assert steps.min() >= 9.9e-4 and steps.max() <= 0.101  # drawn from [1e-3, 0.1], then rounded
 
 
-def test_flops_are_those_of_its_operations():
-    """Two a multiply-add of every weight; of the recurrence H W, and nine a number of H."""
+def test_flops_count_maps_and_recurrence():
+    """Two per multiply-add of every map's weight and of H W, and 9 per entry of H."""
     block = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers="m2rnn")).backbone.layers[0].block
-    maps = sum(getattr(block, n).weight.numel() for n in ("in_proj", "out_proj", "conv1d"))
-    numbers = 64 * 16
-    assert block.flops_per_token(9) == 2 * maps + numbers * (2 * 8 + 9)
+    weights = sum(m.weight.numel() for m in (block.in_proj, block.out_proj, block.conv1d))
+    state_entries = 64 * 16  # d_inner × d_state
+    assert block.flops_per_token(length=9) == 2 * weights + state_entries * (2 * 8 + 9)

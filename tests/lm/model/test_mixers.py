@@ -1,5 +1,7 @@
 """Each mixer against its matrix, written out from the definition."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import skip_if_missing
 from tests.oracles import mixer_matrix
 
+# Fields of FPRNNConfig; d_model is 6 unless a case sets it, so d_inner is 12.
 CASES = {
     "householder1": dict(mixer="householder"),
     "householder3": dict(mixer="householder", mixer_rank=3),
@@ -41,58 +44,61 @@ CASES = {
 
 
 def randomised(name):
+    """Return the config and the mixer of a case, in fp64 with random parameters."""
     torch.manual_seed(0)
     config = FPRNNConfig(**{"d_model": 6, **CASES[name]})
-    mixer = build_mixer(config, config.d_inner, config.d_inner * 2).double()
+    mixer = build_mixer(config, config.d_inner, d_arg=2 * config.d_inner).double()
     for tensor in (*mixer.parameters(), *mixer.buffers()):
         torch.nn.init.normal_(tensor)
     return config, mixer
 
 
 def apply(mixer, P, v):
+    """Return M(P; v)."""
     weights = mixer.weights(P)
-    return mixer(torch.nn.functional.linear(P, weights.matrix, weights.bias), v, weights)
+    return mixer(F.linear(P, weights.matrix, weights.bias), v, weights)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_its_matrix(name):
+def test_mixer_equals_the_oracles_matrix(name):
     config, mixer = randomised(name)
     P = torch.randn(2, 3, 2 * config.d_inner, dtype=torch.float64)
     v = torch.randn(2, 3, config.d_inner, dtype=torch.float64)
-    ours, matrices = apply(mixer, P, v), mixer.matrix(P)
+    mixed, matrices = apply(mixer, P, v), mixer.matrix(P)
     for b in range(2):
         for t in range(3):
-            M = mixer_matrix(mixer.state_dict(), P[b, t], config)
-            torch.testing.assert_close(ours[b, t], M @ v[b, t], rtol=1e-11, atol=1e-11)
-            torch.testing.assert_close(matrices[b, t], M, rtol=1e-11, atol=1e-11)
+            Q = mixer_matrix(mixer.state_dict(), P[b, t], config)
+            torch.testing.assert_close(mixed[b, t], Q @ v[b, t], rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(matrices[b, t], Q, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_out_features_is_what_the_map_gives(name):
+def test_out_features_is_the_height_of_the_map(name):
     config, mixer = randomised(name)
     weights = mixer.weights(torch.zeros(1, dtype=torch.float64))
     assert weights.matrix.shape == (mixer.out_features, 2 * config.d_inner)
     assert len(weights.bias) == mixer.out_features
 
 
-@pytest.mark.parametrize("biases", [False, True], ids=["as_built", "with_an_adapters_biases"])
+@pytest.mark.parametrize("has_biases", [False, True], ids=["as_built", "with_an_adapters_biases"])
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("lowrank")])
-def test_the_two_layers_as_one_are_the_same_map(name, biases):
+def test_merged_layers_are_the_same_map(name, has_biases):
+    """An adapter such as LoRA may replace the two layers by layers with biases."""
     config, mixer = randomised(name)
-    if biases:
+    if has_biases:
         for part in ("u_down", "u_proj"):
             old = getattr(mixer, part)
             setattr(mixer, part, nn.Linear(old.in_features, old.out_features).double())
     P = torch.randn(2, 3, 2 * config.d_inner, dtype=torch.float64)
     v = torch.randn(2, 3, config.d_inner, dtype=torch.float64)
-    found = {}
-    for compiled in (True, False):
-        weights = mixer.merge_extra(mixer.weights(P)) if compiled else mixer.weights(P)
-        assert bool(weights.extra) is not compiled
+    parameters = [p for p in mixer.parameters() if p.requires_grad]
+    results = []
+    for is_merged in (True, False):
+        weights = mixer.merge_extra(mixer.weights(P)) if is_merged else mixer.weights(P)
+        assert bool(weights.extra) is not is_merged
         mixed = mixer(F.linear(P, weights.matrix, weights.bias), v, weights)
-        wanted = [p for p in mixer.parameters() if p.requires_grad]
-        found[compiled] = [mixed, *torch.autograd.grad(mixed.sin().sum(), wanted)]
-    torch.testing.assert_close(found[True], found[False], rtol=1e-11, atol=1e-11)
+        results.append([mixed, *torch.autograd.grad(mixed.sin().sum(), parameters)])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
@@ -104,28 +110,31 @@ def test_low_rank_vectors_are_solved_by_the_compiled_cell(block, monkeypatch):
     model = FPRNNForCausalLM(config).double()
     ids = torch.randint(11, (2, 9))
     name = "cell_rnn" if block == "fp_rnn" else "cell"
-    cell, calls, found = getattr(cpu_cell, name), [], []
-    monkeypatch.setattr(cpu_cell, name, lambda *args: calls.append(1) or cell(*args))
-    for _ in range(2):
+    cell, results = Mock(wraps=getattr(cpu_cell, name)), []
+    monkeypatch.setattr(cpu_cell, name, cell)
+    for _ in ("compiled", "plain PyTorch"):
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found.append({"loss": loss.detach(), **grads})
-        assert len(calls) == config.n_layer  # of the first time alone
+        results.append({"loss": loss.detach(), **grads})
+        assert cell.call_count == config.n_layer  # the second pass calls no kernel
         monkeypatch.setattr(scan, "_kernels", lambda: None)
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+def norms(mixer, P):
+    """Return ‖I − Q‖₂ for each row of P."""
+    eye = torch.eye(mixer.d_inner, dtype=P.dtype)
+    return torch.linalg.matrix_norm(eye - mixer.matrix(P), ord=2)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith("contractive")])
-def test_contractive_keeps_q_near_the_identity(name):
+def test_contractive_bounds_the_norm(name):
     config, mixer = randomised(name)
     P = 5 * torch.randn(50, 2 * config.d_inner, dtype=torch.float64)
-    off = torch.eye(config.d_inner, dtype=P.dtype) - mixer.matrix(P)
-    norms = torch.linalg.matrix_norm(off, ord=2)
-    assert norms.max() <= config.contractive + 1e-9
-    free = torch.eye(config.d_inner, dtype=P.dtype) - mixer.mixer.matrix(P)
-    assert torch.linalg.matrix_norm(free, ord=2).max() > config.contractive
+    assert norms(mixer, P).max() <= config.contractive + 1e-9
+    assert norms(mixer.mixer, P).max() > config.contractive  # without the wrapper
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("contractive")])
@@ -133,42 +142,38 @@ def test_the_bound_is_above_the_norm(name):
     config, mixer = randomised(name)
     P = 5 * torch.randn(50, 2 * config.d_inner, dtype=torch.float64)
     weights = mixer.weights(P)
-    raw = torch.nn.functional.linear(P, weights.matrix, weights.bias)
-    off = torch.eye(config.d_inner, dtype=P.dtype) - mixer.matrix(P)
-    norm = torch.linalg.matrix_norm(off, ord=2)
-    bound = mixer.bound(raw, weights).squeeze(-1)
+    raw = F.linear(P, weights.matrix, weights.bias)
+    norm, bound = norms(mixer, P), mixer.bound(raw, weights).squeeze(-1)
     assert (norm <= bound * (1 + 1e-12)).all()
-    assert (bound <= 12 * norm.clamp_min(0.1)).all()  # and of some use
+    assert (bound <= 12 * norm.clamp_min(0.1)).all()  # not so large that it is useless
 
 
-def test_largest_eigenvalue():
-    S = torch.randn(3, 5, 8, dtype=torch.float64)
-    S = S @ S.transpose(-1, -2)
+def test_power_iterations_find_the_largest_eigenvalue():
+    T = torch.randn(3, 5, 8, dtype=torch.float64)
+    S = T @ T.transpose(-1, -2)
     exact = torch.linalg.eigvalsh(S)[..., -1]
-    torch.testing.assert_close(largest_eigenvalue(S, 400)[..., 0, 0], exact)
-    torch.testing.assert_close(largest_stretch(S, 400, 1e-3)[..., 0, 0] + 1e-3, exact)
+    torch.testing.assert_close(largest_eigenvalue(S, steps=400)[..., 0, 0], exact)
+    stretch = largest_stretch(S, steps=400, eps=1e-3)[..., 0, 0]
+    torch.testing.assert_close(stretch + 1e-3, exact)
 
 
 @pytest.mark.parametrize(
-    "settings,sentence",
+    "settings, message",
     [
         (
             dict(mixer="monarch", mixer_rank=5),
             "mixer_rank is 5: .* d_inner .* = 12, for example [46]",
         ),
         (dict(mixer="selective_dense", d_model=200), "at most 256"),
-        (
-            dict(mixer="kronecker", mixer_proj_rank=4),
-            "mixer_proj_rank is only for householder",
-        ),
+        (dict(mixer="kronecker", mixer_proj_rank=4), "mixer_proj_rank is only for householder"),
     ],
 )
-def test_sizes_a_mixer_cannot_have_are_a_sentence(settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_sizes_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         FPRNNConfig(**{"d_model": 6, **settings})
 
 
-@pytest.mark.parametrize("d,m", [(16, 4), (12, 3), (7, 1), (1536, 32), (1, 1)])
+@pytest.mark.parametrize("d, m", [(16, 4), (12, 3), (7, 1), (1536, 32), (1, 1)])
 def test_largest_divisor(d, m):
     assert largest_divisor(d) == m
 
@@ -180,4 +185,4 @@ def test_nrm_does_not_divide_by_less_than_eps():
 
 def test_unknown_mixer_is_refused():
     with pytest.raises(ValueError, match="unknown mixer `house`"):
-        build_mixer(FPRNNConfig(mixer="house"), 8, 16)
+        build_mixer(FPRNNConfig(mixer="house"), d_inner=8, d_arg=16)

@@ -1,4 +1,4 @@
-"""sLSTM against its equations, written out without the stabiliser."""
+"""sLSTM against its equations without m, which keeps the exponentials finite."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from lm.model.baseline_layers import SLSTM
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.lm.model.test_channel_delta import layer
+from tests.lm.model.test_channel_delta import make_layer
 from tests.lm.model.test_delta import SIZES
 
 
 def convolved(u, conv1d):
+    """Return silu of the causal convolution over a row u (l,d), from its weights."""
     taps = conv1d.weight[:, 0]
     y = conv1d.bias.expand(len(u), -1).clone()
     for t in range(len(u)):
@@ -19,15 +20,16 @@ def convolved(u, conv1d):
     return F.silu(y)
 
 
-def written_out(block, u):
-    """A row u (l,32) of four heads; exponentials as they are."""
-    read = convolved(u, block.conv1d)
+def run_by_token(block, u):
+    """Compute a layer with four heads on a row u (l,32), with exponentials that may overflow."""
+    convolved_u = convolved(u, block.conv1d)
     out = torch.zeros_like(u)
     for h in range(4):
-        of_head = slice(8 * h, 8 * h + 8)
+        channels = slice(8 * h, 8 * h + 8)
         y, c, n = (torch.zeros(8, dtype=u.dtype) for _ in range(3))
         for t in range(len(u)):
-            x = [read[t, of_head], read[t, of_head], u[t, of_head], u[t, of_head]]
+            x_if, x_zo = convolved_u[t, channels], u[t, channels]
+            x = [x_if, x_if, x_zo, x_zo]  # inputs of the gates i, f, z, o
             i, f, z, o = (
                 block.gates[g, h] @ x[g] + block.recurrent[g, h] @ y + block.gate_bias[g, h]
                 for g in range(4)
@@ -35,30 +37,29 @@ def written_out(block, u):
             c = torch.sigmoid(f) * c + torch.exp(i) * torch.tanh(z)
             n = torch.sigmoid(f) * n + torch.exp(i)
             y = torch.sigmoid(o) * c / n
-            out[t, of_head] = y
-        part = out[:, of_head]
-        part = (part - part.mean(1, keepdim=True)) / torch.sqrt(
-            part.var(1, unbiased=False, keepdim=True) + 1e-5
-        )
+            out[t, channels] = y
+        head = out[:, channels]
+        std = torch.sqrt(head.var(1, unbiased=False, keepdim=True) + 1e-5)
+        head = (head - head.mean(1, keepdim=True)) / std
         norm = block.group_norm
-        out[:, of_head] = part * norm.weight[of_head] + norm.bias[of_head]
+        out[:, channels] = head * norm.weight[channels] + norm.bias[channels]
     return out @ block.out_proj.weight.T
 
 
 @torch.no_grad()
-def test_the_layer_is_the_papers():
-    block = layer("slstm")
+def test_layer_equals_its_equations():
+    block = make_layer("slstm")
     assert type(block) is SLSTM
     u = torch.randn(25, 32, dtype=torch.float64)
-    expected = written_out(block, u)
+    expected = run_by_token(block, u)
     torch.testing.assert_close(block(u[None])[0][0], expected, rtol=0, atol=1e-9)
 
 
-def test_gates_that_no_exponential_holds_stay_finite():
-    block = layer("slstm").float()
+def test_gates_beyond_the_range_of_exp_stay_finite():
+    block = make_layer("slstm").float()
     with torch.no_grad():
-        block.gate_bias[0] = 300.0  # e³⁰⁰ is no fp32 number
-        block.gate_bias[1] = -300.0
+        block.gate_bias[0] = 300.0  # i: e³⁰⁰ is infinite in fp32
+        block.gate_bias[1] = -300.0  # f: e⁻³⁰⁰ is zero in fp32
     u = torch.randn(2, 9, 32, requires_grad=True)
     out = block(u)[0]
     out.square().sum().backward()
@@ -66,14 +67,14 @@ def test_gates_that_no_exponential_holds_stay_finite():
     assert all(p.grad.isfinite().all() for p in block.parameters())
 
 
-def test_forget_gates_start_open_and_nothing_is_read_of_the_output_before():
+def test_forget_gates_start_open_and_recurrent_weights_at_zero():
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers="slstm"))
     block = model.backbone.layers[0].block
     assert block.recurrent.eq(0).all() and block.gate_bias[[0, 2, 3]].eq(0).all()
-    assert block.gate_bias[1].min() == 3 and block.gate_bias[1].max() == 6
+    assert block.gate_bias[1].min() == 3 and block.gate_bias[1].max() == 6  # σ(3) = 0.95
 
 
-def test_flops_are_those_of_its_operations():
+def test_flops_are_two_per_weight_of_a_map():
     block = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers="slstm")).backbone.layers[0].block
-    maps = (p.numel() for n, p in block.named_parameters() if p.ndim > 1 and n != "gate_bias")
-    assert block.flops_per_token(9) == 2 * sum(maps)
+    maps = {name: p for name, p in block.named_parameters() if p.ndim > 1 and name != "gate_bias"}
+    assert block.flops_per_token(length=9) == 2 * sum(p.numel() for p in maps.values())
