@@ -22,7 +22,7 @@ from tests import oracle_cell
 from tests.emulated_cell import SOURCES, EmulatedKernels
 from tests.kernels import poisoned_memory
 from tests.lm.kernels import test_cpu_cell
-from tests.lm.kernels.test_cpu_cell import evaluate, solve
+from tests.lm.kernels.test_cpu_cell import cast, evaluate, solve
 
 SMALL = Partition(64, channels=16, warps=2, crews=1, groups=1)
 TWO_CREWS = Partition(64, channels=16, warps=2, crews=2, groups=1)
@@ -171,12 +171,7 @@ def test_tokens_without_a_solution_are_marked_as_failed(emulate):
     emulate()
     layout, options, tensors = make_problem(b=2, length=3, norm="rms", without=("norm_bias",))
     tensors["norm_weight"][0] = torch.nan
-    y, _, outcome = solve(
-        narrow_cell,
-        layout,
-        options,
-        **{k: None if v is None else v.float() for k, v in tensors.items()},
-    )
+    y, _, outcome = solve(narrow_cell, layout, options, **cast(tensors, torch.float32))
     assert y.isnan().any() and (outcome & FAILED).all()
 
 
@@ -204,7 +199,7 @@ def test_bits_do_not_depend_on_the_batch(emulate):
 def test_two_calls_equal_one_call(emulate):
     emulate()
     layout, options, tensors = make_problem(b=2, length=40)
-    tensors = {k: v.float() for k, v in tensors.items()}
+    tensors = cast(tensors, torch.float32)
     y, state, _ = solve(narrow_cell, layout, options, **tensors)
     per_token = ("raw", "x", "dt", "keep", "gate")
     first = {k: v[:, :17] if k in per_token else v for k, v in tensors.items()}
@@ -219,7 +214,7 @@ def test_no_tokens_and_no_sequences(emulate):
     emulate()
     for sizes in (dict(b=2, length=0), dict(b=0, length=2)):
         layout, options, tensors = make_problem(**sizes)
-        tensors = {k: v.float() for k, v in tensors.items()}
+        tensors = cast(tensors, torch.float32)
         y, state, _ = solve(narrow_cell, layout, options, **tensors)
         assert y.shape == tensors["x"].shape and torch.equal(state, tensors["h0"])
 
@@ -235,11 +230,16 @@ def list_barriers():
     return barriers
 
 
-def is_missing_barrier_noticed(file, text, folder, emulate):
-    """Return whether, with this text of a file, results change or no thread can continue."""
+def replace_source(file, text, folder):
+    """Copy the kernels into a folder, with this text of one file."""
     for header in SOURCES.glob("*.h"):
         shutil.copy(header, folder)
     (folder / file).write_text(text, encoding="utf-8")
+
+
+def is_missing_barrier_noticed(file, text, folder, emulate):
+    """Return whether, with this text of a file, results change or no thread can continue."""
+    replace_source(file, text, folder)
     given = make_problem(b=5, length=6)
     emulate(TWO_CREWS)
     expected = evaluate_emulated(given)
@@ -272,12 +272,10 @@ def test_a_missing_barrier_is_noticed(tmp_path, emulate, monkeypatch):
 
 def test_words_that_never_arrive_are_a_deadlock(tmp_path, emulate):
     text = (SOURCES / "team.h").read_text(encoding="utf-8")
-    for header in SOURCES.glob("*.h"):
-        shutil.copy(header, tmp_path)
     # Block 0 does not send its vectors.
     changed = text.replace("store_word(mail.vectors", "if (block) store_word(mail.vectors")
     assert changed != text
-    (tmp_path / "team.h").write_text(changed, encoding="utf-8")
+    replace_source("team.h", changed, tmp_path)
     emulate(SMALL, 0, tmp_path)
     with pytest.raises(RuntimeError, match=r"no thread can continue: .* waits"):
         evaluate_emulated(make_problem())
@@ -317,7 +315,7 @@ def readout(d):
 def test_other_layers_are_refused_by_name(changes, reason):
     values = dict(b=1, length=2, d=64, n=16) | changes
     layout, options, tensors = test_cpu_cell.make_problem(**values)
-    tensors = {k: None if v is None else v.float() for k, v in tensors.items()}
+    tensors = cast(tensors, torch.float32)
     with pytest.raises(Unsupported, match=reason):
         solve(narrow_cell, layout, options, **tensors)
 
@@ -325,7 +323,7 @@ def test_other_layers_are_refused_by_name(changes, reason):
 def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate, monkeypatch):
     emulate()
     layout, options, tensors = make_problem()
-    tensors = {k: v.float() for k, v in tensors.items()}
+    tensors = cast(tensors, torch.float32)
     with pytest.raises(Unsupported, match=r"raw in torch\.float32, W_y in torch\.float32"):
         solve(cuda_cell.cell, layout, options, **tensors)
     with pytest.raises(Unsupported, match="centroids"):
