@@ -257,15 +257,8 @@ class _Cell(torch.autograd.Function):
         grads = d_raw, d_weight_y, *map(_empty_like, (x, dt, A, gate, D, weight, bias))
         d_logits, d_reads, d_noise = readout_grads = tuple(map(_empty_like, (alphas, reads, noise)))
         results = y, None, outcome, rows, roots, checkpoints, alphas, reads  # no final state
-        _call(
-            "cell_backward",
-            problem,
-            *results,
-            grad_y.contiguous(),
-            adjoint,
-            *grads,
-            *readout_grads,
-        )
+        all_grads = grad_y.contiguous(), adjoint, *grads, *readout_grads
+        _call("cell_backward", problem, *results, *all_grads)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
         d_readout: tuple[Tensor | None, ...] = NO_READOUT

@@ -22,9 +22,9 @@
 
 #include "cell_forward.h"
 
-// Sums over channels of one sequence, in the order of the words that carry them. w, n and m as for Record;
-// μ is the gradient of the state after the token.
-// Terms: L w λ, LN w λ n, LM w λ m, V_STATE v dt (μ B), LL λ². D_B: gradient of B, STATES entries.
+// Sums over channels of one sequence, in the order of the words that carry them. The terms: L w λ, LN w λ n,
+// LM w λ m, V_STATE v dt (μ B), LL λ², with w, n and m as for Record, μ the gradient of the state after the
+// token. D_B: gradient of B, STATES entries.
 enum BackwardSum { L, LN, LM, V_STATE, LL, D_B };
 enum LateSum { D_BC = 0, D_C = 1 };  // gradients of B·C, and of C, STATES entries
 static_assert(D_B + STATES <= 3 * BACKWARD_SUM_WORDS && D_C + STATES <= 3 * LATE_SUM_WORDS);
@@ -61,7 +61,8 @@ DEVICE void load_weight_columns(const Cell &cell, const Member &me, uint16_t *sm
                                    me.block * CHANNELS + i % CHANNELS];
 }
 
-DEVICE float *state_of_chunk(const Cell &cell, const Member &me, int token_in_chunk, int item) {
+// Return this lane's four states of an item in cell.H.
+DEVICE float *find_state(const Cell &cell, const Member &me, int token_in_chunk, int item) {
     const int64_t worker = int64_t(block_index()) * CREWS + me.crew;
     const int64_t place = (worker * cell.chunk + token_in_chunk) * ITEMS + item;
     return cell.H + (place * CREW_THREADS + me.thread) * 4;
@@ -83,7 +84,7 @@ DEVICE void recompute_states(const Cell &cell, const Member &me, int first, int 
             const float v = activate(from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]), cell.act);
             const float mixed = cell.x[token * D_INNER + c] + cell.records[token * RECORD_SIZE + THETA] * v;
             const float *B = cell.units + token * 2 * STATES + 4 * me.quarter;
-            float *to = state_of_chunk(cell, me, t - first, item);
+            float *to = find_state(cell, me, t - first, item);
             for (int j = 0; j < 4; ++j) {
                 to[j] = h[j] *= keep * exp2_of(dt * rates[j]);
                 h[j] += dt * mixed * B[j];
@@ -114,7 +115,7 @@ DEVICE void compute_backward_sums(const Cell &cell, const Member &me, int t, int
         const uint32_t token = me.token_index(cell, s, t);
         const float *record = me.memory->record[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
-        const float *H = state_of_chunk(cell, me, t - first, item);
+        const float *H = find_state(cell, me, t - first, item);
         const float entry = from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]);
         const float x = cell.x[token * D_INNER + c], dt = cell.dt[token * D_INNER + c];
         const float v = activate(entry, cell.act);
@@ -160,8 +161,8 @@ DEVICE void solve_adjoint_of_token(const Cell &cell, Member &me, int t) {
     const double a = is_at_bound ? cell.kappa : a_free, length = record[LENGTH];
     const double mean = cell.layer_norm ? sum[L] / d : 0, along = sum[LN] / d;
     // Gradient of u·x̃ through y and through the state, with s as a constant.
-    const double received = record[INVERSE] * (sum[LM] / length - mean * record[SUM_INTO] -
-                                               along * record[SUM_INTO_N]) +
+    const double received = record[INVERSE] * (sum[LM] / length - mean * record[SUM_M] -
+                                               along * record[SUM_NM]) +
                             sum[V_STATE] / length;
     double eta = a * received;
     if (!(cell.outcome[token] & FAILED)) {
@@ -216,7 +217,7 @@ DEVICE void backprop_token(const Cell &cell, const Member &me, int t, int first,
         float *sums = me.memory->unit_sums[me.unit_of(item)];
         const float d_BC = sum_channels(d_gamma * dt);
         if (me.lane == 0) sums[D_BC] = d_BC;
-        const float *H = state_of_chunk(cell, me, t - first, item);
+        const float *H = find_state(cell, me, t - first, item);
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * q;
         const float keep = cell.keep ? cell.keep[token] : 1;
         float d_C[4], ddt = 0;

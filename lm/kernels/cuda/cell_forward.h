@@ -63,10 +63,10 @@ DEVICE int solve_sequence(const Cell &cell, const double *sum, float gate_entry,
     record[DISTANCE] = s - u_x;
     record[MEAN_U] = cell.layer_norm ? sum[WV] / length / d : 0;
     record[ALONG_U] = wv_n / length / d;
-    record[SUM_INTO] = sum[M] / length;
-    record[SUM_INTO_N] = n_m / length;
-    const double slope = sum[WVM] / (length * length) - double(record[MEAN_U]) * record[SUM_INTO] -
-                         double(record[ALONG_U]) * record[SUM_INTO_N];
+    record[SUM_M] = sum[M] / length;
+    record[SUM_NM] = n_m / length;
+    const double slope = sum[WVM] / (length * length) - double(record[MEAN_U]) * record[SUM_M] -
+                         double(record[ALONG_U]) * record[SUM_NM];
     record[SLOPE] = slope * inverse;
     // The gain of the gradient is 1 / |1 − φ′|.
     if (!(outcome & FAILED) && !(fabs(1 - a * record[SLOPE]) * MAX_GAIN >= 1)) outcome |= GRAD_LIMITED;

@@ -51,8 +51,8 @@ enum Record {
     SLOPE,      // φ′(s) / a
     MEAN_U,     // mean of w u; 0 for RMSNorm
     ALONG_U,    // mean of w u n
-    SUM_INTO,   // Σ m / LENGTH
-    SUM_INTO_N, // Σ n m / LENGTH
+    SUM_M,      // Σ m / LENGTH
+    SUM_NM,     // Σ n m / LENGTH
     BC,         // B·C
     B_LENGTH,   // max(‖B‖, eps) before its normalization; 1 if B and C are not normalized
     C_LENGTH,   // the same of C
@@ -63,8 +63,7 @@ enum Record {
 // eight bytes; interface.py lists the same names in the same order.
 struct Cell {
     int64_t b, first_sequence, length, columns;  // the launch begins at sequence `first_sequence`
-    int64_t team_sequences, chunk;                  // largest number of sequences of a team in this
-                                                    // launch; tokens between checkpoints
+    int64_t team_sequences, chunk;                  // most sequences of a team; tokens of a chunk
     int64_t vectors, gates, B, C;                   // first columns of the parts of a row
     int64_t act, layer_norm, bc_norm;
     double scale, eps, kappa, norm_eps;

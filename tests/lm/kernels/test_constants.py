@@ -10,38 +10,20 @@ from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
 # Constants of the search for a root: name → value in lm/model.
-SEARCH = {
-    name: getattr(cell, name)
-    for name in (
-        "MAX_PICARD_STEPS",
-        "MAX_NEWTON_STEPS",
-        "BISECTIONS",
-        "MIN_INVERSE_NORM",
-        "ROUNDING",
-        "SOLVED",
-        "MAX_PICARD_RATIO",
-        "MAX_NEWTON_DISTANCE",
-        "MAX_GAIN",
-    )
-}
+SEARCH_NAMES = (
+    "MAX_PICARD_STEPS MAX_NEWTON_STEPS BISECTIONS MIN_INVERSE_NORM ROUNDING SOLVED"
+    " MAX_PICARD_RATIO MAX_NEWTON_DISTANCE MAX_GAIN"
+)
+SEARCH = {name: getattr(cell, name) for name in SEARCH_NAMES.split()}
 SEARCH |= {
     "MAX_DIRECT_STEPS": certified_root.MAX_DIRECT_STEPS,
     "STEPSIZE": RULE.stepsize,
     "STEPSIZE_DECAY": RULE.stepsize_decay,
     "PATIENCE": RULE.patience,
 }
-PAIR = {
-    name: getattr(certified_root, name)
-    for name in (
-        "MAX_PAIR_STEPS",
-        "MAX_POLISH_STEPS",
-        "MIN_SIDE",
-        "CERTAIN",
-        "STILL",
-        "DEGREE",
-        "DECIDE_AFTER",
-    )
-}
+# The same for two reflections.
+PAIR_NAMES = "MAX_PAIR_STEPS MAX_POLISH_STEPS MIN_SIDE CERTAIN STILL DEGREE DECIDE_AFTER"
+PAIR = {name: getattr(certified_root, name) for name in PAIR_NAMES.split()}
 PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
 OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "GRAD_LIMITED")}
 
