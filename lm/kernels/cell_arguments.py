@@ -113,7 +113,7 @@ class CellArguments(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The layer that is solved, which the dimensions of A tell; see `expected_shapes`."""
+        """The layer: "mamba1", "mamba2" or "rnn". The shape of A differs; see `expected_shapes`."""
         return {1: "mamba2", 2: "mamba1", 3: "rnn"}[self.A.dim()]
 
 

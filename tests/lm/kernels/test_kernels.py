@@ -236,7 +236,7 @@ def test_gpu_kernels_are_checked_in_parallel(call, install_modules, monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     checked, meeting = [], threading.Barrier(4)
 
-    def checking(name, reason=""):
+    def make_checked_module(name, reason=""):
         @functools.cache  # as the self-checks are
         def usable():
             if checked:
@@ -248,10 +248,10 @@ def test_gpu_kernels_are_checked_in_parallel(call, install_modules, monkeypatch)
 
     install_modules(
         triton={
-            operation: checking(operation, "it is off" if operation == "cell" else "")
+            operation: make_checked_module(operation, "it is off" if operation == "cell" else "")
             for operation in kernels.MODULES["triton"]
         },
-        mamba_ssm={"ssd_scan": checking("ssd_scan"), "short_conv": checking("short_conv")},
+        mamba_ssm={name: make_checked_module(name) for name in ("ssd_scan", "short_conv")},
     )
     monkeypatch.setitem(sys.modules, "lm.kernels.fake_mamba_ssm_gone", None)
     monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba_scan", "fake_mamba_ssm_gone")
