@@ -204,11 +204,8 @@ def _run_all(commands):
 
 
 def _describe_cpu() -> str:
-    """Return the properties of the CPU that -march=native depends on.
-
-    They are part of the library's name because machines with different CPUs may share a home
-    directory.
-    """
+    """Return the properties of the CPU that -march=native depends on, for the library's name."""
+    # Machines with different CPUs may share a home directory.
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -11,7 +11,7 @@ template <class T, int R>
 void backprop_token(const Cell &cell, int64_t sequence, int64_t t, int64_t i, const Token<T> &token, const T *H,
                 BackwardWork<T> &work, Sums<T> &sums, std::vector<double> &d_bc) {
     const int64_t d = cell.channels, token_index = sequence * cell.length + t;
-    T *mu = work.mu + i * work.state, *d_row = output<T>(cell.d_raw) + token_index * cell.columns;
+    T *mu = work.mu + i * work.state_size, *d_row = output<T>(cell.d_raw) + token_index * cell.columns;
     const T *row = find_row<T>(cell, token_index);
     std::fill(d_row, d_row + cell.columns, T(0));
     TokenGradient grads;
@@ -94,9 +94,9 @@ template <class T>
 void backprop_rows(const Cell &cell, int64_t first, int64_t count, int64_t t, const PaddedWeights<T> &weights,
            BackwardWork<T> &work) {
     const int64_t step = cell.length * cell.columns;
-    const T *rows = input<T>(cell.d_raw) + (first * cell.length + t) * cell.columns;
+    const T *d_rows = input<T>(cell.d_raw) + (first * cell.length + t) * cell.columns;
     for_each_tile(count, [&](int64_t i, auto S) {
-        combine_weight_rows<T, decltype(S)::value>(weights.W_y, cell.y_columns, work.width, rows + i * step, step,
+        combine_weight_rows<T, decltype(S)::value>(weights.W_y, cell.y_columns, work.width, d_rows + i * step, step,
                                            work.d_y_before + i * work.width);
     });
     if (cell.centroids) backprop_centroids<T>(cell, first, count, t, weights, work);
@@ -129,7 +129,7 @@ void backprop_group(const Cell &cell, int64_t first, int64_t count, const Padded
     for (int64_t chunk = count_chunks(cell) - 1; chunk >= 0; --chunk) {
         const int64_t start = chunk * interval, steps = std::min(interval, cell.length - start);
         const auto find_state = [&](int64_t i, int64_t t) {
-            return work.H ? work.H + (i * interval + t) * work.state : nullptr;
+            return work.H ? work.H + (i * interval + t) * work.state_size : nullptr;
         };
         for (int64_t i = 0; i < count; ++i)
             recompute_chunk<T, R>(cell, first + i, start, steps, &work.tokens[i * interval], find_state(i, 0),
@@ -139,7 +139,7 @@ void backprop_group(const Cell &cell, int64_t first, int64_t count, const Padded
                 const Token<T> &token = work.tokens[i * interval + t];
                 backprop_token<T, R>(cell, first + i, start + t, i, token, find_state(i, t), work, sums, d_bc);
             }
-            // The first token reads centroids, too.
+            // y0 has no gradient, but the centroids that a first token reads have.
             if (start + t > 0 || cell.centroids) backprop_rows<T>(cell, first, count, start + t, weights, work);
         }
     }
@@ -156,15 +156,15 @@ template <class T> void sum_sequences(void *to, const std::vector<T> &from, int6
         for (int64_t i = 0; i < size; ++i) sum[i] += from[sequence * size + i];
 }
 
-// Copy `panel_width` channels, from channel c on, of the vector that a token reads of y_{t−1}; zeros if it
-// reads nothing. index: the token's place among all tokens.
+// Copy `panel_width` channels, from channel c on, of the vector that W_y multiplies for a token: y_{t−1} or
+// Σ_i α_i c_i. Channels beyond d and the vector of a first token without y0 are zero.
 template <class T> void read_previous_y(const Cell &cell, int64_t token_index, int64_t c, int64_t panel_width,
                                         T *to) {
-    const int64_t d = cell.channels, tile_size = std::min(panel_width, d - c);
+    const int64_t d = cell.channels, width = std::min(panel_width, d - c);
     const T *before = find_previous_y<T>(cell, token_index, cell.y0);
     if (cell.reads) before = input<T>(cell.reads) + token_index * d;
     const T keep_t = cell.keep && !cell.reads ? input<T>(cell.keep)[token_index] : T(1);
-    for (int64_t i = 0; i < panel_width; ++i) to[i] = before && i < tile_size ? before[c + i] * keep_t : T(0);
+    for (int64_t i = 0; i < panel_width; ++i) to[i] = before && i < width ? before[c + i] * keep_t : T(0);
 }
 
 // Compute the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, panel by panel of columns. The y_{t−1} of TOKENS
@@ -179,19 +179,19 @@ template <class T> void compute_weight_gradient(const Cell &cell) {
         T *before = arena.take(TOKENS * panel_width), *sums = arena.take(cell.y_columns * panel_width);
         std::fill(sums, sums + cell.y_columns * panel_width, T(0));
         for (int64_t first = 0; first < tokens; first += TOKENS) {
-            const int64_t tile_size = std::min(TOKENS, tokens - first);
-            for (int64_t t = 0; t < tile_size; ++t)
+            const int64_t count = std::min(TOKENS, tokens - first);
+            for (int64_t t = 0; t < count; ++t)
                 read_previous_y<T>(cell, first + t, panel * panel_width, panel_width, before + t * panel_width);
             for (int64_t j = 0; j < cell.y_columns; j += TILE_ROWS) {
-                const T *rows = input<T>(cell.d_raw) + first * cell.columns + j;
-                const int64_t tall = std::min<int64_t>(TILE_ROWS, cell.y_columns - j);
-                outer_tile<T>(rows, cell.columns, before, tile_size, tall, sums + j * panel_width);
+                const T *d_rows = input<T>(cell.d_raw) + first * cell.columns + j;
+                const int64_t row_count = std::min<int64_t>(TILE_ROWS, cell.y_columns - j);
+                outer_tile<T>(d_rows, cell.columns, before, count, row_count, sums + j * panel_width);
             }
         }
-        const int64_t tile_size = std::min(panel_width, d - panel * panel_width);
+        const int64_t width = std::min(panel_width, d - panel * panel_width);
         for (int64_t j = 0; j < cell.y_columns; ++j)
             std::memcpy(output<T>(cell.d_weight) + j * d + panel * panel_width, sums + j * panel_width,
-                        tile_size * sizeof(T));
+                        width * sizeof(T));
     }
 }
 
@@ -199,7 +199,7 @@ template <class T> void backward(const Cell &cell) {
     const PaddedWeights<T> weights(cell);
     Sums<T> sums(cell);
     with_rank(cell, [&](auto R) {
-        for_each_group(cell, GROUP_SIZE, [&](int64_t first, int64_t count) {
+        for_each_sequence_group(cell, GROUP_SIZE, [&](int64_t first, int64_t count) {
             backprop_group<T, decltype(R)::value>(cell, first, count, weights, sums);
         });
     });

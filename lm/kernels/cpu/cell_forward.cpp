@@ -13,16 +13,16 @@ template <class T> struct ForwardWork {
     T *rows, *y_before, *h;      // (sequence, K), (sequence, width), (sequence, n, d)
     T *inflow, *B_before;        // (sequence, d), (sequence, groups·n): h lacks inflow B_beforeᵀ
     T *c, *m, *v;                // (d), (r, d), (d) of one token: v = c + Σ_j m_j s_j
-    T *alpha, *read;             // centroids: (sequence, k), (sequence, width)
+    T *alpha, *read;             // α_i (sequence, k) and Σ_i α_i c_i (sequence, width) of centroids c_i
     T *has_before;               // (sequence): 0 at the first token of a document, else 1
     Arena<T> arena;
 
     static int64_t size(const Cell &cell, int64_t count) {
         const auto round_up = Arena<T>::round_up;
         const int64_t d = round_up(cell.channels), state = round_up(cell.states * cell.channels);
-        const int64_t each = round_up(cell.columns) + 3 * d + state + round_up(cell.groups * cell.states) +
+        const int64_t per_sequence = round_up(cell.columns) + 3 * d + state + round_up(cell.groups * cell.states) +
                              round_up(cell.centroids);
-        return count * (each + Token<T>::size(cell)) + (cell.rank + 2) * d + round_up(count);
+        return count * (per_sequence + Token<T>::size(cell)) + (cell.rank + 2) * d + round_up(count);
     }
     ForwardWork(const Cell &cell, int64_t count)
         : width(Arena<T>::round_up(cell.channels)), arena(size(cell, count)) {
@@ -117,7 +117,7 @@ void compute_coefficients(const Cell &cell, const Token<T> &token, const Forward
     }
 }
 
-// Return true if the limit of the gradient may take effect at the root s.
+// Return true if the backward pass may limit the gradient at the root s: if the gain is above MAX_GAIN.
 template <class T, int R> bool may_limit_gradient(const Cell &cell, const Equation &eq, const double *s) {
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
     if (cell.norm == NONE) {
@@ -150,7 +150,7 @@ void solve_token(const Cell &cell, int64_t token_index, int64_t i, const T *row,
     if (!(outcome & FAILED) && may_limit_gradient<T, R>(cell, eq, token.root)) outcome |= GRAD_LIMITED;
     cell.outcome[token_index] = outcome;
     for (int64_t j = 0; j < cell.rank; ++j) {
-        token.root[j] = T(token.root[j]);  // as the backward pass reads it
+        token.root[j] = T(token.root[j]);  // rounded as it is saved for the backward pass
         if (cell.roots) output<T>(cell.roots)[token_index * cell.rank + j] = T(token.root[j]);
     }
     compute_mixed<T, R>(cell, token_index, token);
@@ -180,7 +180,7 @@ template <class T> void init_group(const Cell &cell, int64_t first, int64_t coun
     if (cell.h0) std::memcpy(work.h, input<T>(cell.h0) + first * state, count * state * sizeof(T));
 }
 
-// Replace `count` numbers by `factor` factor their softmax.
+// Replace `count` numbers by `factor` times their softmax.
 template <class T> void softmax(int64_t count, T factor, T *alpha) {
     const T maximum = *std::max_element(alpha, alpha + count);
     Vec<T> sums{};
@@ -262,7 +262,8 @@ void solve_group(const Cell &cell, int64_t first, int64_t count, const PaddedWei
         add_inflow<T>(cell, work.inflow + i * cell.channels, B, h, to);
     };
     for (int64_t t = 0; t < cell.length; ++t) {
-        for (int64_t i = 0; i < count && cell.checkpoints && t % interval == 0; ++i) {
+        const bool is_checkpoint = cell.checkpoints && t % interval == 0;
+        for (int64_t i = 0; i < count && is_checkpoint; ++i) {
             const int64_t checkpoint = (first + i) * count_chunks(cell) + t / interval;
             store_state(i, output<T>(cell.checkpoints) + checkpoint * state);
         }
@@ -281,7 +282,7 @@ template <class T> void forward(const Cell &cell) {
     with_rank(cell, [&](auto R) {
         // If the weight exceeds the L2 cache, more sequences share one pass over it.
         const bool is_large = cell.y_columns * cell.channels * int64_t(sizeof(T)) > (1 << 19);
-        for_each_group(cell, is_large ? 4 * GROUP_SIZE : GROUP_SIZE, [&](int64_t first, int64_t count) {
+        for_each_sequence_group(cell, is_large ? 4 * GROUP_SIZE : GROUP_SIZE, [&](int64_t first, int64_t count) {
             solve_group<T, decltype(R)::value>(cell, first, count, weights);
         });
     });

@@ -1,7 +1,7 @@
 // Backpropagation through one token: from the gradients of y_t and h_t to those of its inputs.
 //
-// Notation: λ is the gradient of y_t, μ of h_t, `d_past` of past + γ ⊙ x̃; θ = g γ;
-// z(λ) the gradient of U x̃ through y (linear in λ).
+// Notation: λ is the gradient of y_t, μ of h_t, `d_past` of past + γ ⊙ x̃; θ = g γ; w is the norm's
+// weight; z(λ) the gradient of U x̃ through y (linear in λ).
 //   ḡ = Tᵀ (z(λ) + U (dt ⊙ μ B))       gradient of the root s
 //   η = (I − φ′)⁻ᵀ ḡ                    implicit function theorem, with φ′ᵀ_i = Tᵀ z(u_i)
 // Afterwards s is treated as a constant, and λ + Uᵀ η as the gradient of y_t.
@@ -23,7 +23,7 @@ template <class T> struct Sums {
 
 // Gradients that a group of sequences carries from token to token, and one recomputed chunk.
 template <class T> struct BackwardWork {
-    int64_t width, state;                // entries of a padded row of d channels, and of a padded state
+    int64_t width, state_size;           // entries of a padded row of d channels, and of a padded state
     std::vector<Token<T>> tokens;        // (sequence, step)
     T *H;                                // (sequence, step, n, d): states after their decay
     T *mu, *d_y_before;                  // (sequence, n, d), (sequence, width)
@@ -41,19 +41,19 @@ template <class T> struct BackwardWork {
                3 * round_up(std::max(cell.channels, cell.groups * cell.states));
     }
     BackwardWork(const Cell &cell, int64_t count)
-        : width(Arena<T>::round_up(cell.channels)), state(Arena<T>::round_up(cell.states * cell.channels)),
+        : width(Arena<T>::round_up(cell.channels)), state_size(Arena<T>::round_up(cell.states * cell.channels)),
           dB_lanes(cell.groups * cell.states), dC_lanes(dB_lanes.size()), max_lambda_norm(count),
           arena(size(cell, count)) {
         for (int64_t i = 0; i < count * cell.checkpoint_interval; ++i) tokens.emplace_back(cell, arena);
-        H = cell.kind == RNN ? nullptr : arena.take(count * cell.checkpoint_interval * state);
-        mu = arena.take(count * state);
+        H = cell.kind == RNN ? nullptr : arena.take(count * cell.checkpoint_interval * state_size);
+        mu = arena.take(count * state_size);
         d_y_before = arena.take(count * width);
         for (T **pointer : {&lambda, &v, &d_past, &d_mixed, &mu_B, &ddt, &d_log_decay, &inflow})
             *pointer = arena.take(cell.channels);
         d_u = arena.take(cell.rank * cell.channels);
         for (T **pointer : {&dB, &dC}) *pointer = arena.take(cell.groups * cell.states);
         zeros = arena.take(std::max(cell.channels, cell.groups * cell.states));
-        std::fill(mu, mu + count * state, T(0));
+        std::fill(mu, mu + count * state_size, T(0));
         std::fill(d_y_before, d_y_before + count * width, T(0));
         std::fill(zeros, zeros + std::max(cell.channels, cell.groups * cell.states), T(0));
     }
@@ -89,8 +89,8 @@ void recompute_chunk(const Cell &cell, int64_t sequence, int64_t first, int64_t 
             advance_state<T>(cell, token, T(1), work.zeros, work.zeros, h, nullptr);
         } else {
             const T keep_t = cell.keep ? input<T>(cell.keep)[token_index] : T(1);
-            advance_state<T>(cell, token, keep_t, t ? work.inflow : work.zeros, B_before, h, H + t * work.state);
-            h = H + t * work.state;
+            advance_state<T>(cell, token, keep_t, t ? work.inflow : work.zeros, B_before, h, H + t * work.state_size);
+            h = H + t * work.state_size;
             B_before = token.B;
         }
         for (int64_t i = 0; i < cell.rank; ++i) token.root[i] = input<T>(cell.roots)[token_index * cell.rank + i];
@@ -126,11 +126,11 @@ void gather_lambda(const Cell &cell, int64_t token_index, int64_t i, BackwardWor
         Vec<T> lambda = load<T>(input<T>(cell.grad_y) + token_index * cell.channels + c, lanes);
         lambda += load<T>(work.d_y_before + i * work.width + c, lanes);
         squares += lambda * lambda;
-        if (cell.kind == RNN) lambda += load<T>(work.mu + i * work.state + c, lanes);
+        if (cell.kind == RNN) lambda += load<T>(work.mu + i * work.state_size + c, lanes);
         store<T>(work.lambda + c, lambda, lanes);
     });
-    const double size = std::sqrt(double(sum_lanes<T>(squares)));
-    if (!(size <= work.max_lambda_norm[i])) work.max_lambda_norm[i] = size;
+    const double norm = std::sqrt(double(sum_lanes<T>(squares)));
+    if (!(norm <= work.max_lambda_norm[i])) work.max_lambda_norm[i] = norm;
 }
 
 // Replace v by v̂, its normed value, and compute in one pass φ′, ḡ and the means of the norm's gradient.
@@ -211,7 +211,7 @@ template <int R> void solve_adjoint(const Cell &cell, bool has_failed, TokenGrad
     for (int i = 0; i < r; ++i) square_eta += grads.eta[i] * grads.eta[i];
     const bool is_finite = square_eta <= std::numeric_limits<double>::max();
     if (is_finite && square_eta <= MAX_GAIN * MAX_GAIN * square_g) return;
-    // A singular matrix gives no direction: use that of ḡ.
+    // A singular matrix gives no direction: use the direction of ḡ.
     const double factor = is_finite ? MAX_GAIN * std::sqrt(square_g / square_eta) : MAX_GAIN;
     for (int i = 0; i < r; ++i) grads.eta[i] = factor * (is_finite ? grads.eta[i] : grads.d_root[i]);
 }
@@ -310,12 +310,13 @@ template <class T, int act> inline Vec<T> act_slope(Vec<T> v) {
     return broadcast<T>(1);
 }
 
-// Backpropagate through u = nrm(act(from)): write factor (d_u − radial u) act'(from) into `to`.
+// Backpropagate through u = nrm(act(from)): write factor (d_u − radial u) act'(from) into `to`. radial is
+// u·d_u, which nrm removes.
 template <class T, int act>
 void backprop_act(int64_t d, const T *from, const T *u, const T *d_u, T radial, T factor, T *to) {
     for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
-        const Vec<T> before = (load<T>(d_u + c, lanes) - load<T>(u + c, lanes) * radial) * factor;
-        store<T>(to + c, before * act_slope<T, act>(load<T>(from + c, lanes)), lanes);
+        const Vec<T> d_act = (load<T>(d_u + c, lanes) - load<T>(u + c, lanes) * radial) * factor;
+        store<T>(to + c, d_act * act_slope<T, act>(load<T>(from + c, lanes)), lanes);
     });
 }
 
@@ -347,7 +348,7 @@ void backprop_vectors(const Cell &cell, int64_t token_index, const T *row, const
         }
     });
     for (int i = 0; i < r; ++i) {
-        const bool is_floored = token.length[i] < cell.eps;
+        const bool is_floored = token.length[i] < cell.eps;  // nrm divides by eps, which is constant
         const T radial = is_floored ? T(0) : sum_lanes<T>(dots[i]);
         const T factor = T(1 / max_length(token.length[i], cell.eps));
         const auto backprop = cell.act == SILU   ? backprop_act<T, SILU>
@@ -366,7 +367,7 @@ void backprop_state(const Cell &cell, const Token<T> &token, T keep_t, const T *
     const int64_t n = cell.states, d = cell.channels;
     const T *A = input<T>(cell.A);
     std::fill(work.dC_lanes.begin(), work.dC_lanes.end(), Vec<T>{});
-    const auto pass = [&](auto decay_of, auto backprop_log_decay) {
+    const auto pass = [&](auto compute_decay, auto backprop_log_decay) {
         for_each_group_block<T>(cell, [&](int64_t c, int64_t lanes, int64_t g) {
             const Vec<T> d_past = load<T>(work.d_past + c, lanes), dt = load<T>(token.dt + c, lanes);
             const Vec<T> decay = load<T>(token.decay + c, lanes);
@@ -378,7 +379,7 @@ void backprop_state(const Cell &cell, const Token<T> &token, T keep_t, const T *
                 const Vec<T> dH = load<T>(mu + entry, lanes) + d_past * C[i];
                 work.dC_lanes[g * n + i] += d_past * H_i;
                 sum += backprop_log_decay(entry, lanes, dH * H_i, dt);
-                store<T>(mu + entry, dH * decay_of(entry, lanes, dt, decay), lanes);
+                store<T>(mu + entry, dH * compute_decay(entry, lanes, dt, decay), lanes);
             }
             store<T>(work.d_log_decay + c, sum, lanes);
         });

@@ -1,6 +1,7 @@
 // Two reflections: computes all roots on Picard's side and selects the root to which Picard converges.
 //
-// lm/model/certified_root.py is the same search in plain PyTorch and defines F, P, N² and det.
+// lm/model/certified_root.py is the same search in plain PyTorch. It defines F, P, N² and det, and gives
+// the reasons for the constants.
 // notes/2026-11-two-reflections.md has the proof.
 
 #pragma once
@@ -25,8 +26,8 @@ inline bool find_bounds(const Equation &eq, double *ends) {
     const auto &b = eq.beta;
     const double half_trace = (b[0][0] + b[1][1]) / 2, det = b[0][0] * b[1][1] - b[0][1] * b[1][0];
     const double half_difference = (b[0][0] - b[1][1]) / 2;
-    const double square = half_difference * half_difference + b[0][1] * b[1][0];
-    const double max_eigenvalue = half_trace + std::sqrt(square > 0 ? square : 0);
+    const double discriminant = half_difference * half_difference + b[0][1] * b[1][0];
+    const double max_eigenvalue = half_trace + std::sqrt(discriminant > 0 ? discriminant : 0);
     // A normal w with wᵀ B = max_eigenvalue · wᵀ. Both rows are multiples of w; the longer one is used.
     const double first[2] = {b[1][0], max_eigenvalue - b[0][0]}, second[2] = {max_eigenvalue - b[1][1], b[0][1]};
     const auto dot = [](const double *x, const double *y) { return x[0] * y[0] + x[1] * y[1]; };
@@ -40,13 +41,13 @@ inline bool find_bounds(const Equation &eq, double *ends) {
                        (scale_alpha == 0 && is_delta_clear) || (scale_delta == 0 && is_alpha_clear);
     const double max_g = 1 / std::sqrt(eq.floor);
     ends[0] = 0;
-    if (square > 0 && max_eigenvalue * max_g > 1 && is_side_known) {
-        for (int p = 0; p < PIECE_COUNT; ++p) ends[p + 1] = PIECES[p] / max_eigenvalue;
+    if (discriminant > 0 && max_eigenvalue * max_g > 1 && is_side_known) {
+        for (int i = 0; i < PIECE_COUNT; ++i) ends[i + 1] = PIECES[i] / max_eigenvalue;
         return true;
     }
-    if (!(square < 0 || max_eigenvalue <= 0)) return false;
-    const double unit = std::min(1 / std::sqrt(std::abs(det)), max_g / 8);
-    for (int p = 0; p < PIECE_COUNT - 1; ++p) ends[p + 1] = unit * WIDE_PIECES[p];
+    if (!(discriminant < 0 || max_eigenvalue <= 0)) return false;
+    const double unit = std::min(1 / std::sqrt(std::abs(det)), max_g / 8);  // all pieces end below max_g
+    for (int i = 0; i < PIECE_COUNT - 1; ++i) ends[i + 1] = unit * WIDE_PIECES[i];
     ends[PIECE_COUNT] = max_g;
     return true;
 }
@@ -91,7 +92,7 @@ struct Polynomials {
 
 // Replace the power coefficients of a polynomial by its Bernstein coefficients on [low, high].
 inline void to_bernstein(double *c, double low, double high) {
-    constexpr double CHOICES[DEGREE + 1] = {1, 6, 15, 20, 15, 6, 1};
+    constexpr double CHOICES[DEGREE + 1] = {1, 6, 15, 20, 15, 6, 1};  // binomial coefficients
     for (int j = 0; j < DEGREE; ++j)
         for (int i = DEGREE - 1; i >= j; --i) c[i] += low * c[i + 1];
     double power = 1;
@@ -121,7 +122,8 @@ inline int count_sign_changes(const double *p, double low, double high, double &
     return changes;
 }
 
-// Find the zero of F between low and high by Newton with bisection bounds.
+// Find the zero of F = det − g N between low and high by Newton with bisection bounds. is_rising: P rises
+// from negative to positive there, and F falls from positive to negative.
 inline double find_zero(const Equation &eq, const Polynomials &polynomials, double low, double high,
                         bool is_rising) {
     const auto middle = [&] { return low > 0 ? std::sqrt(low * high) : high / 2; };
@@ -154,18 +156,18 @@ inline bool find_pair(const Equation &eq, double *root, bool &is_attracting) {
     if (!find_bounds(eq, ends)) return false;
     const Polynomials polynomials(eq);
     bool has_zero[PIECE_COUNT], is_rising[PIECE_COUNT];
-    for (int p = 0; p < PIECE_COUNT; ++p) {
+    for (int piece = 0; piece < PIECE_COUNT; ++piece) {
         double at_end;
-        const int changes = count_sign_changes(polynomials.p, ends[p], ends[p + 1], at_end);
+        const int changes = count_sign_changes(polynomials.p, ends[piece], ends[piece + 1], at_end);
         if (changes > 1) return false;
-        has_zero[p] = changes == 1;
-        is_rising[p] = at_end > 0;
+        has_zero[piece] = changes == 1;
+        is_rising[piece] = at_end > 0;
     }
     if (!is_rising[PIECE_COUNT - 1]) return false;
     bool has_root = false;
-    for (int p = 0; p < PIECE_COUNT; ++p) {
-        if (!has_zero[p]) continue;
-        const double g = find_zero(eq, polynomials, ends[p], ends[p + 1], is_rising[p]);
+    for (int piece = 0; piece < PIECE_COUNT; ++piece) {
+        if (!has_zero[piece]) continue;
+        const double g = find_zero(eq, polynomials, ends[piece], ends[piece + 1], is_rising[piece]);
         const double d = polynomials.det[0] + g * (polynomials.det[1] + g * polynomials.det[2]);
         const auto &v = polynomials.numerator;
         Point point;

@@ -37,7 +37,7 @@ template <class T, int count = LANES<T>, int half = LANES<T> / 2> inline Vec<T> 
     if constexpr (count == 1) {
         return v[0];
     } else {
-        for (int i = 0; i < count / 2; ++i) 
+        for (int i = 0; i < count / 2; ++i)
             v[i] = fold_pair<T, half>(v[2 * i], v[2 * i + 1],
                                       std::make_integer_sequence<int, LANES<T>>{});
         return sum_each<T, count / 2, half / 2>(v);
@@ -106,30 +106,30 @@ void combine_weight_rows(const T *W, int64_t rows, int64_t width, const T *from,
     }
 }
 
-// Rows and vectors of a tile of Σ_t from_tᵀ to_t, which is summed in registers.
+// Rows and vectors of a tile of Σ_t factors_tᵀ y_t, which is summed in registers.
 constexpr int TILE_ROWS = BYTES == 64 ? 6 : 4, TILE_VECTORS = BYTES == 64 ? 4 : 2;
 
-// sums[j] += Σ_t from[t][j] to[t] for `tile_size` (at most TILE_ROWS) rows j of TILE_VECTORS vectors. to, sums:
+// sums[j] += Σ_t factors[t][j] y[t] for `rows` (at most TILE_ROWS) rows j of TILE_VECTORS vectors. y, sums:
 // consecutive rows of TILE_VECTORS vectors.
 template <class T>
-void outer_tile(const T *from, int64_t from_step, const T *to, int64_t tokens, int64_t tile_size, T *sums) {
+void outer_tile(const T *factors, int64_t factor_step, const T *y, int64_t tokens, int64_t rows, T *sums) {
     constexpr int L = LANES<T>;
     const T *column[TILE_ROWS];
     Vec<T> sum[TILE_ROWS][TILE_VECTORS];
     for (int j = 0; j < TILE_ROWS; ++j) {
-        column[j] = from + std::min<int64_t>(j, tile_size - 1);
+        column[j] = factors + std::min<int64_t>(j, rows - 1);  // the last row again if there are fewer
         for (int i = 0; i < TILE_VECTORS; ++i)
-            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, tile_size - 1) * TILE_VECTORS + i) * L);
+            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, rows - 1) * TILE_VECTORS + i) * L);
     }
     for (int64_t t = 0; t < tokens; ++t) {
         Vec<T> v[TILE_VECTORS];
-        for (int i = 0; i < TILE_VECTORS; ++i) v[i] = vector_at<T>(to + (t * TILE_VECTORS + i) * L);
+        for (int i = 0; i < TILE_VECTORS; ++i) v[i] = vector_at<T>(y + (t * TILE_VECTORS + i) * L);
         for (int j = 0; j < TILE_ROWS; ++j) {
-            const T factor = column[j][t * from_step];
+            const T factor = column[j][t * factor_step];
             for (int i = 0; i < TILE_VECTORS; ++i) sum[j][i] += factor * v[i];
         }
     }
-    for (int j = 0; j < tile_size; ++j)
+    for (int j = 0; j < rows; ++j)
         for (int i = 0; i < TILE_VECTORS; ++i) put<T>(sums + (j * TILE_VECTORS + i) * L, sum[j][i]);
 }
 

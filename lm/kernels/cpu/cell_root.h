@@ -40,7 +40,8 @@ inline bool try_newton(const Equation &eq, int64_t r_, const Point &from, double
     return false;
 }
 
-// Compute s = (I − gΒ)⁻¹ (gα + δ) for a given g = 1/√(…). Return true if 1/√(…) of that s is below g.
+// Compute s = (I − gΒ)⁻¹ (gα + δ) for a given g, which stands for 1/√(γ0 + …). Return true if 1/√(γ0 + …)
+// at that s is below g or NaN.
 template <int R> inline bool is_g_too_large(const Equation &eq, int64_t r_, double g, Point &point) {
     const int r = rank_of<R>(r_);
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
@@ -76,7 +77,7 @@ template <int R> inline bool find_by_bisection(const Equation &eq, int64_t r_, P
     return is_at_rounding(eq, point, SOLVED);
 }
 
-// Return true if ‖(I − φ′)⁻¹‖ is above MAX_GAIN or NaN. M: I − φ′.
+// Return true if the Frobenius norm of M⁻¹ is above MAX_GAIN or NaN; M is I − φ′.
 template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64_t r_) {
     const int r = rank_of<R>(r_);
     double squares = 0;
@@ -91,7 +92,8 @@ template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64
     return !(squares <= MAX_GAIN * MAX_GAIN);
 }
 
-// One reflection: Newton's root, and a test that proves that damped Picard from zero converges to it.
+// From here to find_directly: one reflection. Newton finds a root, and a test proves that damped Picard
+// from zero converges to it.
 // docs/proofs.md ("Newton's root and its proof") explains the test. Notation:
 // φ′ = (n0 + n1 s) / D(s)^(3/2) with D = γ0 + 2 γ1 s + γ2 s².
 

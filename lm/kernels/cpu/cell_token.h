@@ -3,7 +3,7 @@
 //
 // lm/kernels/cell_arguments.py has the equations. A group of sequences goes through time together, so
 // that W_y is read once for all of them. Everything else is computed per token, in an order that does
-// not depend on the other sequences.
+// not depend on the other sequences. `groups` and g are the groups of B and C, not those of sequences.
 //
 // Names: first, count: the first sequence of a group and their number; i: a sequence's place in its
 // group; token_index = sequence · length + t; row: the K projections of a token; c: the first channel of
@@ -48,7 +48,7 @@ struct Cell {
     // Saved for the backward pass, or null: (b,l,K), (b,l,r), and the state (n,d) before every chunk of
     // checkpoint_interval tokens
     void *saved_rows, *roots, *checkpoints;
-    void *alphas, *reads;                              // (b,l,k) (b,l,d) of the centroids
+    void *alphas, *reads;                              // α (b,l,k) and Σ_i α_i c_i (b,l,d) of centroids c_i
     const void *grad_y;                                // (b,l,d); this and the following: backward only
     void *adjoint;                                     // (b) or null
     void *d_raw, *d_weight, *dx, *ddt, *dA;            // shapes of the arguments; d_raw contiguous
@@ -87,7 +87,7 @@ inline int64_t count_chunks(const Cell &cell) {
     return (cell.length + cell.checkpoint_interval - 1) / cell.checkpoint_interval;
 }
 
-// Return the row of a token, in the backward pass.
+// Return the row of a token, in the backward pass. Without saved rows, W_y is empty and raw is the row.
 template <class T> const T *find_row(const Cell &cell, int64_t token_index) {
     if (cell.saved_rows) return input<T>(cell.saved_rows) + token_index * cell.columns;
     return input<T>(cell.raw) + token_index * cell.raw_step;
@@ -133,7 +133,7 @@ template <class T> struct Token {
     double gate[MAX_REFLECTIONS];           // a
     double gram[MAX_REFLECTIONS][MAX_REFLECTIONS];          // u_i·u_j for j < i
     double unscaled_map[MAX_REFLECTIONS][MAX_REFLECTIONS];  // T before the factor `shrink`
-    double map[MAX_REFLECTIONS][MAX_REFLECTIONS];           // T, in M v = Σ_i u_i (T U v)_i
+    double map[MAX_REFLECTIONS][MAX_REFLECTIONS];           // T, in I − Q = Uᵀ T U
     double shrink;                          // κ / max(κ, Σ a)
     double Ux[MAX_REFLECTIONS];             // U x
     double mix_weights[MAX_REFLECTIONS];    // T (s − U x)
@@ -195,7 +195,8 @@ void compute_unit_vectors(const Cell &cell, const T *row, const T *x, Token<T> &
     }
 }
 
-// Compute T from the gates: reflections in sequence (householder) or added (dplr).
+// Compute T from the gates a: diag(a) for reflections that are added (dplr); for reflections in sequence
+// (householder) T = diag(a) (I − G T) with G the entries u_i·u_j below the diagonal.
 template <class T, int R> void compute_reflection_map(const Cell &cell, const T *row, Token<T> &token) {
     const int r = rank_of<R>(cell.rank);
     double sum = 0;
@@ -271,7 +272,7 @@ void advance_state(const Cell &cell, const Token<T> &token, T keep_t, const T *i
                    T *H) {
     const int64_t n = cell.states, d = cell.channels;
     const T *A = input<T>(cell.A);
-    const auto pass = [&](auto decay_of) {
+    const auto pass = [&](auto compute_decay) {
         for_each_group_block<T>(cell, [&](int64_t c, int64_t lanes, int64_t g) {
             const Vec<T> in_c = load<T>(inflow + c, lanes);
             const Vec<T> dt = load<T>(token.dt + c, lanes), decay = load<T>(token.decay + c, lanes);
@@ -279,7 +280,7 @@ void advance_state(const Cell &cell, const Token<T> &token, T keep_t, const T *i
             Vec<T> past{};
             for (int64_t i = 0; i < n; ++i) {
                 const Vec<T> previous_state = load<T>(h + i * d + c, lanes) + in_c * B_g[i];
-                const Vec<T> H_i = decay_of(i * d + c, lanes, dt, decay) * previous_state;
+                const Vec<T> H_i = compute_decay(i * d + c, lanes, dt, decay) * previous_state;
                 store<T>(H + i * d + c, H_i, lanes);
                 past += H_i * C_g[i];
             }
@@ -348,7 +349,7 @@ void compute_v(const Cell &cell, int64_t token_index, const Token<T> &token, T *
 
 // Divide the sequences into groups of at most `group_size`, and call run(first, count) for each group
 // in several threads.
-template <class Run> void for_each_group(const Cell &cell, int64_t group_size, Run run) {
+template <class Run> void for_each_sequence_group(const Cell &cell, int64_t group_size, Run run) {
     if (cell.batch == 0) return;
     const int64_t threads = std::max<int64_t>(1, cell.threads);
     const int64_t max_count = std::min<int64_t>(group_size, (cell.batch + threads - 1) / threads);
@@ -383,7 +384,7 @@ template <class T> struct PaddedWeights {
           values(pad_rows<T>(cell, cell.values, cell.centroids, copies[2])) {}
 };
 
-// Call call(R) with the rank as a compile-time constant, or 0 if there is no code for that rank.
+// Call call(R) with the rank as a compile-time constant, or with 0 for ranks without code of their own.
 template <class Call> inline void with_rank(const Cell &cell, Call call) {
     if (cell.rank == 1) return call(std::integral_constant<int, 1>{});
     if (cell.rank == 2) return call(std::integral_constant<int, 2>{});

@@ -6,7 +6,7 @@ A sequence gives the same bits in any batch, with any number of threads, and if 
 into several calls.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k columns
-of raw that depend on y_{t−1} (the first ones).
+of raw that depend on y_{t−1} (the first ones), c centroids.
 """
 
 import functools
@@ -252,26 +252,20 @@ class _Cell(torch.autograd.Function):
         problem = ctx.problem._replace(tensors=tuple(inputs))
         adjoint = x.new_empty(len(x))
         d_raw = x.new_empty((raw if rows is None else rows).shape)
-        d_weight_y = torch.empty_like(weight_y) if ctx.needs_input_grad[2] else None
+        needs_d_weight_y = ctx.needs_input_grad[2]  # after `arguments` and raw
+        d_weight_y = torch.empty_like(weight_y) if needs_d_weight_y else None
         grads = d_raw, d_weight_y, *map(_empty_like, (x, dt, A, gate, D, weight, bias))
         d_logits, d_reads, d_noise = readout_grads = tuple(map(_empty_like, (alphas, reads, noise)))
-        results = y, None, outcome, rows, roots, checkpoints, alphas, reads
-        _call(
-            "cell_backward",
-            problem,
-            *results,
-            grad_y.contiguous(),
-            adjoint,
-            *grads,
-            *readout_grads,
-        )
+        results = y, None, outcome, rows, roots, checkpoints, alphas, reads  # no final state
+        all_grads = grad_y.contiguous(), adjoint, *grads, *readout_grads
+        _call("cell_backward", problem, *results, *all_grads)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
         d_readout: tuple[Tensor | None, ...] = NO_READOUT
         if d_logits is not None:
-            before = _compute_read_vectors(y, y0, noise)
-            d_keys = torch.einsum("blk,bld->kd", d_logits, before)
-            d_values = torch.einsum("blk,bld->kd", alphas, d_reads)
+            queries = _compute_queries(y, y0, noise)
+            d_keys = torch.einsum("blc,bld->cd", d_logits, queries)
+            d_values = torch.einsum("blc,bld->cd", alphas, d_reads)
             d_readout = d_keys, d_logits.sum((0, 1)), d_values, d_noise
         return None, *grads, *d_readout
 
@@ -280,8 +274,8 @@ def _empty_like(t):
     return None if t is None else torch.empty_like(t)
 
 
-def _compute_read_vectors(y, y0, noise):
-    """Return y_{t−1} + noise, which every token reads, (b,l,d).
+def _compute_queries(y, y0, noise):
+    """Return y_{t−1} + noise, which every token compares with the keys, (b,l,d).
 
     Documents need no mask, because a document's first token has no gradient of its logits.
     """

@@ -16,16 +16,16 @@ struct Roots {
 
 namespace {
 
-template <class T> Equation load_equation(const Roots &p, int64_t token) {
-    const int64_t r = p.rank;
-    const auto *alpha = static_cast<const T *>(p.alpha) + token * r;
-    const auto *beta = static_cast<const T *>(p.beta) + token * r * r;
-    const auto *delta = static_cast<const T *>(p.delta) + token * r;
-    const auto *gamma1 = static_cast<const T *>(p.gamma1) + token * r;
-    const auto *gamma2 = static_cast<const T *>(p.gamma2) + token * r * r;
+template <class T> Equation load_equation(const Roots &roots, int64_t token) {
+    const int64_t r = roots.rank;
+    const auto *alpha = static_cast<const T *>(roots.alpha) + token * r;
+    const auto *beta = static_cast<const T *>(roots.beta) + token * r * r;
+    const auto *delta = static_cast<const T *>(roots.delta) + token * r;
+    const auto *gamma1 = static_cast<const T *>(roots.gamma1) + token * r;
+    const auto *gamma2 = static_cast<const T *>(roots.gamma2) + token * r * r;
     Equation eq;
-    eq.gamma0 = static_cast<const T *>(p.gamma0)[token];
-    eq.floor = p.floor;
+    eq.gamma0 = static_cast<const T *>(roots.gamma0)[token];
+    eq.floor = roots.floor;
     eq.rounding = std::numeric_limits<T>::epsilon();
     for (int64_t i = 0; i < r; ++i) {
         eq.alpha[i] = alpha[i];
@@ -39,36 +39,36 @@ template <class T> Equation load_equation(const Roots &p, int64_t token) {
     return eq;
 }
 
-template <class T, int R> void search(const Roots &p) {
-#pragma omp parallel for num_threads(p.threads) schedule(dynamic, 16)
-    for (int64_t token = 0; token < p.tokens; ++token) {
-        const Equation eq = load_equation<T>(p, token);
+template <class T, int R> void search(const Roots &roots) {
+#pragma omp parallel for num_threads(roots.threads) schedule(dynamic, 16)
+    for (int64_t token = 0; token < roots.tokens; ++token) {
+        const Equation eq = load_equation<T>(roots, token);
         Point point;
         const uint8_t outcome =
-            p.uses_picard_only ? solve_by_picard<R>(eq, p.rank, point.s) : solve<R>(eq, p.rank, point.s);
-        p.outcome[token] = outcome;
-        if (p.evaluations) p.evaluations[token] = eq.evaluations;
+            roots.uses_picard_only ? solve_by_picard<R>(eq, roots.rank, point.s) : solve<R>(eq, roots.rank, point.s);
+        roots.outcome[token] = outcome;
+        if (roots.evaluations) roots.evaluations[token] = eq.evaluations;
         bool is_nonfinite = false;  // if the equation has NaN or infinity, the result is NaN
         if (outcome == FAILED) {
-            evaluate<R>(eq, p.rank, point);
+            evaluate<R>(eq, roots.rank, point);
             is_nonfinite = !(point.residual <= std::numeric_limits<double>::max());
         }
-        T *s = static_cast<T *>(p.s) + token * p.rank;
-        for (int64_t i = 0; i < p.rank; ++i)
+        T *s = static_cast<T *>(roots.s) + token * roots.rank;
+        for (int64_t i = 0; i < roots.rank; ++i)
             s[i] = is_nonfinite ? std::numeric_limits<T>::quiet_NaN() : T(point.s[i]);
     }
 }
 
-template <class T> void search_all(const Roots &p) {
-    switch (p.rank) {
-        case 1: return search<T, 1>(p);
-        case 2: return search<T, 2>(p);
-        case 4: return search<T, 4>(p);
-        default: return search<T, 0>(p);
+template <class T> void search_all(const Roots &roots) {
+    switch (roots.rank) {
+        case 1: return search<T, 1>(roots);
+        case 2: return search<T, 2>(roots);
+        case 4: return search<T, 4>(roots);
+        default: return search<T, 0>(roots);
     }
 }
 
 }  // namespace
 
-extern "C" void roots_float(const Roots *p) { search_all<float>(*p); }
-extern "C" void roots_double(const Roots *p) { search_all<double>(*p); }
+extern "C" void roots_float(const Roots *roots) { search_all<float>(*roots); }
+extern "C" void roots_double(const Roots *roots) { search_all<double>(*roots); }

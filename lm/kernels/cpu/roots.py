@@ -66,7 +66,8 @@ def find_roots(
         ValueError: If a shape is wrong.
         Unsupported: If dtypes differ or are neither fp32 nor fp64, or if r is above 8.
     """
-    return _search((alpha, beta, delta, gamma0, gamma1, gamma2), floor, False, None)
+    equations = alpha, beta, delta, gamma0, gamma1, gamma2
+    return _search(equations, floor, uses_picard_only=False, evaluations=None)
 
 
 def count_evaluations(equations: Sequence[Tensor], floor: float, uses_picard_only: bool) -> tuple:
@@ -85,6 +86,7 @@ def count_evaluations(equations: Sequence[Tensor], floor: float, uses_picard_onl
 
 
 def _search(equations, floor, uses_picard_only, evaluations):
+    """Find the roots; count the evaluations of φ in `evaluations` unless it is None."""
     alpha, beta, delta, gamma0, gamma1, gamma2 = equations
     n, r = alpha.shape
     if r > MAX_RANK:

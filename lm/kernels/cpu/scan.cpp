@@ -172,6 +172,7 @@ template <class T> void backward(const Problem &problem) {
         for (int64_t task = 0; task < problem.batch * sequence_tasks; ++task) {
             const int64_t sequence = task / sequence_tasks, first = task % sequence_tasks * TASK_BLOCKS;
             const int64_t last = std::min(blocks, first + TASK_BLOCKS);
+            // Call body(block, slot, state, first_channel, lanes); state: index of the block's state in (b,n,d).
             const auto for_each_block = [&](auto &&body) {
                 for (int64_t block = first; block < last; ++block) {
                     const int64_t first_channel = block * LANES<T>;
@@ -203,18 +204,18 @@ template <class T> void backward(const Problem &problem) {
             });
         }
     }
-    const auto add = [](T *to, const T *from, int64_t parts, int64_t size) {
+    const auto add_parts = [](T *to, const T *from, int64_t parts, int64_t size) {
         std::fill(to, to + size, T(0));
         for (int64_t part = 0; part < parts; ++part)
             for (int64_t i = 0; i < size; ++i) to[i] += from[part * size + i];
     };
     for (int64_t sequence = 0, size = length * n; sequence < problem.batch; ++sequence) {
-        add(output<T>(problem.dB) + sequence * size, dB.data() + sequence * sequence_tasks * size, sequence_tasks,
+        add_parts(output<T>(problem.dB) + sequence * size, dB.data() + sequence * sequence_tasks * size, sequence_tasks,
             size);
-        add(output<T>(problem.dC) + sequence * size, dC.data() + sequence * sequence_tasks * size, sequence_tasks,
+        add_parts(output<T>(problem.dC) + sequence * size, dC.data() + sequence * sequence_tasks * size, sequence_tasks,
             size);
     }
-    add(output<T>(problem.dA), dA.data(), problem.batch, n * d);
+    add_parts(output<T>(problem.dA), dA.data(), problem.batch, n * d);
 }
 
 }  // namespace

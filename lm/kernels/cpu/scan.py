@@ -102,8 +102,8 @@ class _SelectiveScan(torch.autograd.Function):
         dA, dB, dC = A.new_empty(n, d), B.new_empty(b, length, n), C.new_empty(b, length, n)
         dh0 = None if h0 is None else _allocate_state(ctx.sizes, x)
         grads = dx, ddt, dA, dB, dC, dh0
-        saved = *tensors, None, None, checkpoints
-        _call("scan_backward", ctx.sizes, *saved, grad_y, grad_final, *grads)
+        results = None, None, checkpoints  # the backward pass needs neither y nor the final state
+        _call("scan_backward", ctx.sizes, *tensors, *results, grad_y, grad_final, *grads)
         return dx, ddt, dA.t(), dB, dC, dh0, None
 
 

@@ -20,6 +20,9 @@ constexpr int BYTES = 32;
 constexpr int BYTES = 16;
 #endif
 
+// Constants of `exponential`. round: 1.5 · 2^mantissa, after whose addition the last bits are the nearest
+// integer. low, high: e^p is 0 below low, infinite above high. ln2_high + ln2_low is ln 2; k · ln2_high is
+// exact.
 template <class T> struct Float;
 template <> struct Float<float> {
     typedef float Vec __attribute__((vector_size(BYTES)));

@@ -10,58 +10,40 @@ from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
 # Constants of the search for a root: name → value in lm/model.
-SEARCH = {
-    name: getattr(cell, name)
-    for name in (
-        "MAX_PICARD_STEPS",
-        "MAX_NEWTON_STEPS",
-        "BISECTIONS",
-        "MIN_INVERSE_NORM",
-        "ROUNDING",
-        "SOLVED",
-        "MAX_PICARD_RATIO",
-        "MAX_NEWTON_DISTANCE",
-        "MAX_GAIN",
-    )
-}
+SEARCH_NAMES = (
+    "MAX_PICARD_STEPS MAX_NEWTON_STEPS BISECTIONS MIN_INVERSE_NORM ROUNDING SOLVED"
+    " MAX_PICARD_RATIO MAX_NEWTON_DISTANCE MAX_GAIN"
+)
+SEARCH = {name: getattr(cell, name) for name in SEARCH_NAMES.split()}
 SEARCH |= {
     "MAX_DIRECT_STEPS": certified_root.MAX_DIRECT_STEPS,
     "STEPSIZE": RULE.stepsize,
     "STEPSIZE_DECAY": RULE.stepsize_decay,
     "PATIENCE": RULE.patience,
 }
-PAIR = {
-    name: getattr(certified_root, name)
-    for name in (
-        "MAX_PAIR_STEPS",
-        "MAX_POLISH_STEPS",
-        "MIN_SIDE",
-        "CERTAIN",
-        "STILL",
-        "DEGREE",
-        "DECIDE_AFTER",
-    )
-}
+# The same for two reflections.
+PAIR_NAMES = "MAX_PAIR_STEPS MAX_POLISH_STEPS MIN_SIDE CERTAIN STILL DEGREE DECIDE_AFTER"
+PAIR = {name: getattr(certified_root, name) for name in PAIR_NAMES.split()}
 PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
 OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "GRAD_LIMITED")}
 
 
-def constants(file):
+def read_constants(file):
     """Return the numeric constants of a C++ file, from constexpr definitions and enumerations."""
     source = re.sub(r"//.*", "", (build.HERE / file).read_text(encoding="utf-8"))
-    found = {}
+    constants_of_cpp = {}
     for definitions in re.findall(r"^constexpr (?:int|double|int64_t) ([^;]+);", source, re.M):
         for name, value in re.findall(r"(\w+) = ([^,]+)", definitions):
             if re.fullmatch(r"[\d.e+-]+", value):
-                found[name] = float(value)
+                constants_of_cpp[name] = float(value)
     for _, members in re.findall(r"^enum (\w+)(?: : \w+)? \{([^}]+)\}", source, re.M):
         for index, member in enumerate(members.split(",")):
             name, _, value = member.partition("=")
-            found[name.strip()] = float(value or index)
-    return found
+            constants_of_cpp[name.strip()] = float(value or index)
+    return constants_of_cpp
 
 
-def order(names):
+def number_names(names):
     return {name.upper(): index for index, name in enumerate(names)}
 
 
@@ -73,18 +55,18 @@ def order(names):
         (
             "cell_token.h",
             {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
-            | order(cell_arguments.NORMS)
-            | order(cell_arguments.ACTS),
+            | number_names(cell_arguments.NORMS)
+            | number_names(cell_arguments.ACTS),
         ),
     ],
     ids=["cell_equation.h", "cell_pair.h", "cell_token.h"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
     """The comparison goes both ways: a new constant in C++ needs an entry here."""
-    found = constants(file)
-    assert {name: found.get(name) for name in expected} == expected
+    constants_of_cpp = read_constants(file)
+    assert {name: constants_of_cpp.get(name) for name in expected} == expected
     if file == "cell_equation.h":
-        assert found.keys() == expected.keys()
+        assert constants_of_cpp.keys() == expected.keys()
 
 
 def test_cpp_has_the_interval_pieces_of_python():

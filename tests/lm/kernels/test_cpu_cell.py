@@ -120,13 +120,16 @@ def cast(tensors, dtype):
     return {k: None if v is None else v.to(dtype) for k, v in tensors.items()}
 
 
-def cotangent(y):
+def make_cotangent(y):
     wave = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device)
     return wave.reshape(y.shape).sin() + 0.3
 
 
 def evaluate(compute, problem, dtype=torch.float64, fails=False, **others):
-    """Return {"y", "state", "grad raw", …} of a kernel or an oracle."""
+    """Return {"y", "state", "grad raw", …} of a kernel or an oracle.
+
+    The search for the root must fail in a token if and only if `fails`.
+    """
     layout, options, tensors = problem
     tensors = {k: None if v is None else v.to(dtype, copy=True) for k, v in tensors.items()}
     names = [k for k, v in tensors.items() if v is not None and k not in NOT_DIFFERENTIATED]
@@ -134,9 +137,8 @@ def evaluate(compute, problem, dtype=torch.float64, fails=False, **others):
     for name in names:
         tensors[name].requires_grad_()
     y, h, outcome = solve(compute, layout, options, **tensors, **others)
-    failed = outcome & FAILED != 0
-    assert failed.any() == fails
-    grads = torch.autograd.grad(y, [tensors[k] for k in names], cotangent(y).to(dtype))
+    assert (outcome & FAILED).any() == fails
+    grads = torch.autograd.grad(y, [tensors[k] for k in names], make_cotangent(y).to(dtype))
     return {
         "y": y.detach(),
         "state": h.detach(),
@@ -270,14 +272,20 @@ def test_centroids_equal_the_loop(others):
 def test_centroids_token_by_token_are_bit_identical():
     layout, options, tensors = make_centroid_problem(k=21, b=3, length=9, d=83)
     y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
-    shared = {name: tensors.pop(name) for name in ("keys", "key_bias", "values")}
+    calls = [slice(t, t + 1) for t in range(9)]
+    y_of_calls, state = solve_in_calls(layout, options, tensors, calls)
+    assert torch.equal(y_of_calls, y) and torch.equal(state, h)
+
+
+def solve_in_calls(layout, options, tensors, calls):
+    """Solve a layer in several calls, each for a slice of tokens; return y and the last state."""
     y_before, state, ys = tensors["y0"], tensors["h0"], []
-    for t in range(9):
-        part = slice_tensors({**tensors, "y0": y_before, "h0": state}, tokens=slice(t, t + 1))
-        y_part, state, _ = solve(cpu_cell.cell, layout, options, **part, **shared)
-        y_before = y_part[:, -1]
-        ys.append(y_part)
-    assert torch.equal(torch.cat(ys, 1), y) and torch.equal(state, h)
+    for tokens in calls:
+        part = slice_tensors({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
+        y, state, _ = solve(cpu_cell.cell, layout, options, **part)
+        y_before = y[:, -1]
+        ys.append(y)
+    return torch.cat(ys, 1), state
 
 
 def test_centroids_of_another_width_are_refused():
@@ -296,25 +304,16 @@ def test_centroids_of_another_width_are_refused():
 def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     """Many of the 300 equations have several roots; at D = 1e4 the output is y only."""
     without = ("keep", "y0", "h0", "norm_bias")
-    layout, options, tensors = make_problem(
-        b=300,
-        length=1,
-        d=16,
-        n=2,
-        rank=rank,
-        sequential=sequential,
-        norm=norm,
-        reading=0,
-        without=without,
-    )
+    sizes = dict(b=300, length=1, d=16, n=2, rank=rank)
+    others = dict(sequential=sequential, norm=norm, reading=0, without=without)
+    layout, options, tensors = make_problem(**sizes, **others)
     tensors["D"] *= D
     y, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     expected, _, is_slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     assert not (outcome & FAILED).any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert error[~is_slow].max() < 1e-8
-    single = cast(tensors, torch.float32)
-    y32, _, outcome32 = solve(cpu_cell.cell, layout, options, **single)
+    y32, _, outcome32 = solve(cpu_cell.cell, layout, options, **cast(tensors, torch.float32))
     has_roots = (outcome | outcome32) & FAILED == 0
     error = (y32 - y).abs().amax(-1) / y.abs().amax(-1)
     assert error[has_roots].median() < 1e-6
@@ -330,8 +329,8 @@ def test_gradient_is_limited_near_a_fold(monkeypatch):
     computed = evaluate(cpu_cell.cell, problem)
     assert_close(computed, expected, 1e-6)  # Picard's root is less exact there
     monkeypatch.setattr(oracle_cell, "MAX_GAIN", math.inf)
-    beyond = evaluate(oracle_cell.solve_cell, problem)["grad x"] - expected["grad x"]
-    assert (beyond.abs().amax((1, 2)) > 1e-3).any()
+    unlimited = evaluate(oracle_cell.solve_cell, problem)["grad x"]
+    assert ((unlimited - expected["grad x"]).abs() > 1e-3).any()
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -354,10 +353,10 @@ def with_newton_fallback(picard):
         for _ in range(100 if failed.any() else 0):
             s = torch.randn(start.shape, generator=generator, dtype=start.dtype)
             for _ in range(20):
-                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.find_slope(phi, s)
-                s = s + torch.linalg.solve_ex(rest, (phi(s) - s).unsqueeze(-1))[0].squeeze(-1)
-            computed = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
-            root, failed = torch.where(computed.unsqueeze(-1), s, root), failed & ~computed
+                M = torch.eye(s.shape[1]).to(s) - oracle_cell.find_slope(phi, s)
+                s = s + torch.linalg.solve_ex(M, (phi(s) - s).unsqueeze(-1))[0].squeeze(-1)
+            is_new = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
+            root, failed = torch.where(is_new.unsqueeze(-1), s, root), failed & ~is_new
             if not failed.any():
                 break
         return root, failed
@@ -369,7 +368,7 @@ def test_repelling_root_has_the_exact_gradient(monkeypatch):
     """The only root of a token repels Picard from all sides; bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
     problem = make_problem(reading=0, without=without, rank=2)
-    evaluate(oracle_cell.solve_cell, problem, fails=True)
+    evaluate(oracle_cell.solve_cell, problem, fails=True)  # Picard finds no root
     monkeypatch.setattr(oracle_cell, "run_picard", with_newton_fallback(oracle_cell.run_picard))
     assert_close(evaluate(cpu_cell.cell, problem), evaluate(oracle_cell.solve_cell, problem), 1e-8)
 
@@ -417,28 +416,28 @@ def assert_same(ours, theirs):
 def test_batch_does_not_change_a_sequence(others, dtype):
     layout, options, tensors = make_long_problem(dtype, **others)
     whole = compute_with_gradients(layout, options, tensors)
-    for some in (slice(0, 1), slice(1, 3), slice(3, 10)):
-        part = compute_with_gradients(layout, options, slice_tensors(tensors, rows=some))
-        assert_same(part, {k: v[some] for k, v in whole.items()})
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 10)):
+        part = compute_with_gradients(layout, options, slice_tensors(tensors, rows=rows))
+        assert_same(part, {k: v[rows] for k, v in whole.items()})
 
 
 def slice_tensors(tensors, rows=slice(None), tokens=slice(None)):
     """Select sequences and tokens of the tensors."""
-    shared = ("weight_y", "A", "D", "norm_weight", "norm_bias")
-    first = ("y0", "h0")
+    shared = ("weight_y", "A", "D", "norm_weight", "norm_bias", "keys", "key_bias", "values")
+    per_sequence = ("y0", "h0")
     return {
-        k: v if v is None or k in shared else v[rows] if k in first else v[rows, tokens]
+        k: v if v is None or k in shared else v[rows] if k in per_sequence else v[rows, tokens]
         for k, v in tensors.items()
     }
 
 
-def compute_with_gradients(layout, options, tensors, compute=None):
+def compute_with_gradients(layout, options, tensors):
     """Return results and gradients whose loss treats every token alike, whatever the batch."""
     tensors = {k: None if v is None else v.clone() for k, v in tensors.items()}
     names = [k for k in ("raw", "x", "dt", "gate") if tensors.get(k) is not None]
     for name in names:
         tensors[name].requires_grad_()
-    y, h, _ = solve(compute or cpu_cell.cell, layout, options, **tensors)
+    y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     grads = torch.autograd.grad((y.sin() * 3).sum(), [tensors[k] for k in names])
     return {"y": y.detach(), "state": h, **dict(zip(names, grads))}
 
@@ -452,28 +451,23 @@ def test_token_by_token_is_bit_identical(others, dtype):
     problem = make_problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
     layout, options, tensors = problem[0], problem[1], cast(problem[2], dtype)
     y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
-    y_before, state, ys = tensors["y0"], tensors["h0"], []
-    for tokens in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 20))):
-        part = slice_tensors({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
-        y_part, state, _ = solve(cpu_cell.cell, layout, options, **part)
-        y_before = y_part[:, -1]
-        ys.append(y_part)
-    assert (
-        torch.equal(torch.cat(ys, 1), y) and torch.equal(state, h) and not (outcome & FAILED).any()
-    )
+    calls = [slice(0, 7), *(slice(t, t + 1) for t in range(7, 20))]
+    y_of_calls, state = solve_in_calls(layout, options, tensors, calls)
+    assert torch.equal(y_of_calls, y) and torch.equal(state, h)
+    assert not (outcome & FAILED).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_thread_count_changes_nothing(dtype):
-    computed, before = [], torch.get_num_threads()
+    results, old_threads = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            computed.append(evaluate(cpu_cell.cell, make_long_problem(dtype), dtype))
+            results.append(evaluate(cpu_cell.cell, make_long_problem(dtype), dtype))
     finally:
-        torch.set_num_threads(before)
-    assert_same(computed[1], computed[0])
-    assert_same(computed[2], computed[0])
+        torch.set_num_threads(old_threads)
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 def test_forward_without_gradient_is_bit_identical():
@@ -488,7 +482,7 @@ def test_forward_without_gradient_is_bit_identical():
 
 
 def test_uninitialized_memory_changes_nothing():
-    """glibc fills new memory, and so the scratch of the kernel, with a fixed byte."""
+    """glibc fills new memory, and so the kernel's scratch memory, with MALLOC_PERTURB_."""
     script = (
         "from tests.lm.kernels.test_cpu_cell import *\n"
         "for problem in (make_problem(d=19, rank=2), make_problem(d=24, heads=4, norm='rms',"
@@ -500,17 +494,12 @@ def test_uninitialized_memory_changes_nothing():
         "print([v.double().sum().item().hex() for v in computed.values()])\n"
     )
     outputs = []
-    for filled in ("0", "1"):
-        environment = {**os.environ, "MALLOC_PERTURB_": filled, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=environment,
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parents[3],
-        )
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
+    for fill_byte in ("0", "1"):
+        environment = {**os.environ, "MALLOC_PERTURB_": fill_byte, "OMP_NUM_THREADS": "1"}
+        command, root = [sys.executable, "-c", script], Path(__file__).parents[3]
+        process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        outputs.append(process.stdout)
     assert outputs[0] == outputs[1] and "nan" not in outputs[0]
 
 
@@ -523,13 +512,13 @@ def test_largest_adjoint_is_reported():
     computed = evaluate(cpu_cell.cell, (layout, options, tensors), adjoint=adjoint)
     assert (adjoint >= 1).all() and all(v.isfinite().all() for v in computed.values())
     tensors["x"].requires_grad_()
-    norms = {}
+    adjoints = {}
     for scale in (0.0, 1.0, 1000.0):  # the adjoint is relative to the gradient of y
         y, _, _ = solve(cpu_cell.cell, layout, options, **tensors, adjoint=adjoint)
         y.backward(torch.full_like(y, scale))
-        norms[scale] = adjoint.clone()
-    assert torch.equal(norms[0.0], torch.zeros_like(adjoint))
-    torch.testing.assert_close(norms[1000.0], norms[1.0])
+        adjoints[scale] = adjoint.clone()
+    assert torch.equal(adjoints[0.0], torch.zeros_like(adjoint))
+    torch.testing.assert_close(adjoints[1000.0], adjoints[1.0])
 
 
 # Refused arguments
@@ -541,8 +530,8 @@ def test_largest_adjoint_is_reported():
         (dict(options=dict(rank=9)), Unsupported, "9 reflections"),
         (dict(options=dict(act="tanh")), ValueError, "tanh"),
         (dict(options=dict(norm="batch")), ValueError, "batch"),
-        (dict(layout=dict(B=0)), ValueError, "overlap"),
-        (dict(layout=dict(C=24)), ValueError, "exceed"),
+        (dict(layout=dict(B=0)), ValueError, "overlap"),  # with the vectors
+        (dict(layout=dict(C=24)), ValueError, "exceed"),  # raw has 26 columns
         (dict(tensors=dict(x=torch.zeros(2, 5, 19))), ValueError, "expected"),
         (dict(tensors=dict(D=torch.zeros(19))), Unsupported, "float32"),
         (dict(tensors=dict(h0=torch.zeros(2, 19, 4).double())), ValueError, "h0"),

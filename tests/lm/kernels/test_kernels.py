@@ -41,19 +41,20 @@ def install_modules(monkeypatch):
     def install(**modules):
         for backend, operations in modules.items():
             names = {}
-            for operation, own in operations.items():
-                names[operation] = f"own_{backend}_{operation}"
-                monkeypatch.setitem(sys.modules, f"lm.kernels.{names[operation]}", own)
+            for operation, fake in operations.items():
+                names[operation] = f"fake_{backend}_{operation}"
+                monkeypatch.setitem(sys.modules, f"lm.kernels.{names[operation]}", fake)
             monkeypatch.setitem(kernels.MODULES, backend, names)
 
     return install
 
 
-def module(why="", **functions):
-    return types.SimpleNamespace(usable=lambda: (not why, why), **functions)
+def make_module(reason="", **functions):
+    """Return a module of a backend; `reason`: why it cannot run, or ""."""
+    return types.SimpleNamespace(usable=lambda: (not reason, reason), **functions)
 
 
-def interpreted():
+def skip_unless_interpreted():
     """Skip a test unless Triton's kernels run on CPU tensors."""
     build = pytest.importorskip("lm.kernels.triton.build", exc_type=ImportError)
     if not build.INTERPRETED:
@@ -77,10 +78,10 @@ def test_unknown_backend_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "auto"])
 def test_auto_on_a_cpu_never_interprets_triton(name, monkeypatch, install_modules):
-    own = module()
-    install_modules(cpu={"selective_scan": own, "roots": own})
+    fake = make_module()
+    install_modules(cpu={"selective_scan": fake, "roots": fake})
     monkeypatch.setenv("FPRNN_KERNELS", name)
-    assert find("selective_scan", FP32) is find("selective_scan", FP64) is own
+    assert find("selective_scan", FP32) is find("selective_scan", FP64) is fake
     assert find("ssd_scan", FP32) is None and find("short_conv", FP32) is None
     assert find("roots", FP32.to("meta")) is None
 
@@ -96,7 +97,7 @@ def test_plain_selects_no_backend(monkeypatch):
 
 
 def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, install_modules):
-    scan_of_cpu, roots_of_cpu, scan_of_triton = module(), module(), module()
+    scan_of_cpu, roots_of_cpu, scan_of_triton = make_module(), make_module(), make_module()
     install_modules(
         cpu={"selective_scan": scan_of_cpu, "roots": roots_of_cpu},
         triton={"selective_scan": scan_of_triton},
@@ -127,8 +128,8 @@ def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, mon
 
 @pytest.mark.parametrize("name", kernels.MODULES)
 def test_named_backend_that_cannot_run_is_an_error(name, monkeypatch, install_modules):
-    own = module("there is no such thing")
-    install_modules(**{name: dict.fromkeys(kernels.MODULES[name], own)})
+    fake = make_module("there is no such thing")
+    install_modules(**{name: dict.fromkeys(kernels.MODULES[name], fake)})
     monkeypatch.setenv("FPRNN_KERNELS", name)
     operation = next(iter(kernels.MODULES[name]))
     with pytest.raises(BackendError, match=f"`{name}`, .*{operation} here: there is no such"):
@@ -155,11 +156,11 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
 
 
 def test_description_lists_working_and_missing_backends(monkeypatch, install_modules):
-    works = module()
+    works = make_module()
     install_modules(
-        cpu={"selective_scan": works, "roots": module("there is no g++ on PATH")},
+        cpu={"selective_scan": works, "roots": make_module("there is no g++ on PATH")},
         triton=dict.fromkeys(kernels.MODULES["triton"], works),
-        mamba_ssm={"short_conv": module("built without"), "ssd_scan": works},
+        mamba_ssm={"short_conv": make_module("built without"), "ssd_scan": works},
     )
     assert describe_backends("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -173,10 +174,10 @@ def test_description_lists_working_and_missing_backends(monkeypatch, install_mod
 
 def test_reason_for_all_operations_is_given_once(install_modules, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    missing = module("there is no CUDA device")
+    missing = make_module("there is no CUDA device")
     install_modules(
         triton=dict.fromkeys(kernels.MODULES["triton"], missing),
-        mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], module("another")),
+        mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], make_module("another")),
     )
     expected = "plain PyTorch (triton: there is no CUDA device; mamba_ssm: another)"
     assert describe_backends("cuda") == expected
@@ -192,8 +193,8 @@ def test_missing_and_broken_packages_have_a_reason(monkeypatch):
         raise ImportError("undefined symbol: _ZN3c10")
 
     monkeypatch.setattr(kernels.importlib, "import_module", broken)
-    why = "it cannot be imported: ImportError: undefined symbol: _ZN3c10"
-    assert load("triton", "selective_scan") == (None, why)
+    reason = "it cannot be imported: ImportError: undefined symbol: _ZN3c10"
+    assert load("triton", "selective_scan") == (None, reason)
 
 
 # Parallel checks
@@ -235,25 +236,25 @@ def test_gpu_kernels_are_checked_in_parallel(call, install_modules, monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     checked, meeting = [], threading.Barrier(4)
 
-    def checking(name, why=""):
+    def make_checked_module(name, reason=""):
         @functools.cache  # as the self-checks are
         def usable():
             if checked:
                 meeting.wait(20)
             checked.append((name, threading.current_thread() is threading.main_thread()))
-            return not why, why
+            return not reason, reason
 
         return types.SimpleNamespace(usable=usable)
 
     install_modules(
         triton={
-            operation: checking(operation, "it is off" if operation == "cell" else "")
+            operation: make_checked_module(operation, "it is off" if operation == "cell" else "")
             for operation in kernels.MODULES["triton"]
         },
-        mamba_ssm={"ssd_scan": checking("ssd_scan"), "short_conv": checking("short_conv")},
+        mamba_ssm={name: make_checked_module(name) for name in ("ssd_scan", "short_conv")},
     )
-    monkeypatch.setitem(sys.modules, "lm.kernels.own_mamba_ssm_gone", None)
-    monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba_scan", "own_mamba_ssm_gone")
+    monkeypatch.setitem(sys.modules, "lm.kernels.fake_mamba_ssm_gone", None)
+    monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba_scan", "fake_mamba_ssm_gone")
     shared = kernels.MODULES["mamba_ssm"]["ssd_scan"]
     monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba2_scan", shared)
     call("cuda")
@@ -273,14 +274,14 @@ def test_gpu_kernels_are_checked_in_parallel(call, install_modules, monkeypatch)
         describe_backends("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
     )
     assert describe_backends("cuda").endswith(
-        " (mamba_ssm for mamba_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
+        " (mamba_ssm for mamba_scan: lm.kernels.fake_mamba_ssm_gone is not installed; triton for"
         " cell: it is off)"
     )
 
 
 @pytest.mark.parametrize("name, device", [("auto", "cpu"), ("cpu", "cuda")])
 def test_cpu_kernels_are_loaded_in_sequence(name, device, install_modules, monkeypatch):
-    """They share a library, which is compiled at first use."""
+    """The CPU kernels share a library, which is compiled at first use."""
     monkeypatch.setenv("FPRNN_KERNELS", name)
     threads = []
 
@@ -302,7 +303,7 @@ def refusing(*args):
 
 
 def test_unsupported_arguments_fall_back_with_one_warning(install_modules):
-    install_modules(cpu={"selective_scan": module(selective_scan=refusing)})
+    install_modules(cpu={"selective_scan": make_module(selective_scan=refusing)})
     tensors = scan_inputs(1, 4, 3, 2, torch.float32)
     with pytest.warns(RuntimeWarning) as caught:
         y, _ = scan.selective_scan(**tensors)
@@ -319,16 +320,16 @@ def test_second_backend_takes_over_without_a_warning(install_modules, monkeypatc
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     install_modules(
-        triton={"selective_scan": module(selective_scan=refusing)},
-        cpu={"selective_scan": module(selective_scan=lambda *args: "it")},
+        triton={"selective_scan": make_module(selective_scan=refusing)},
+        cpu={"selective_scan": make_module(selective_scan=lambda *args: "result of cpu")},
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert scan.selective_scan(**scan_inputs(1, 4, 3, 2, torch.float32)) == "it"
+        assert scan.selective_scan(**scan_inputs(1, 4, 3, 2, torch.float32)) == "result of cpu"
 
 
 def test_other_errors_are_not_swallowed(install_modules):
-    install_modules(cpu={"selective_scan": module(selective_scan=lambda *args: 1 / 0)})
+    install_modules(cpu={"selective_scan": make_module(selective_scan=lambda *args: 1 / 0)})
     with pytest.raises(ZeroDivisionError):
         scan.selective_scan(**scan_inputs(1, 4, 3, 2))
 
@@ -343,7 +344,7 @@ def test_plain_versions_are_used_without_the_package(monkeypatch):
 
 
 def test_fp64_under_triton_uses_another_backend(monkeypatch):
-    interpreted()
+    skip_unless_interpreted()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     tensors = scan_inputs(2, 5, 4, 3)
     y, h = scan.selective_scan(**tensors)
@@ -371,7 +372,7 @@ def make_model():
     return model
 
 
-def everything(model):
+def evaluate_model(model):
     """Return logits, statistics and gradients of a segment after another one, by name."""
     ids = torch.randint(1, 11, (2, 9), generator=torch.Generator().manual_seed(1))
     ids[0, 3] = ids[1, 5] = ids[1, 6] = 0  # documents end here
@@ -392,25 +393,25 @@ def everything(model):
 
 def test_model_with_triton_equals_the_plain_model(monkeypatch):
     """The paper's iteration uses Triton's scan; the exact token has tests of its own."""
-    interpreted()
+    skip_unless_interpreted()
     quicken_interpreter()
-    runs, used = {}, []
+    runs, used_functions = {}, []
     compute = kernels.compute
 
     def record_call(operation, function, *args):
-        used.append(function)
+        used_functions.append(function)
         return compute(operation, function, *args)
 
     monkeypatch.setattr(kernels, "compute", record_call)
     for backend in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", backend)
-        used.clear()
+        used_functions.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)  # interpreted
-            runs[backend] = everything(make_model())
+            runs[backend] = evaluate_model(make_model())
     (ours, ours_exact), (plain, plain_exact) = runs["triton"], runs["plain"]
     assert_close(ours, plain, 2e-4)
     for key in plain_exact:
         assert torch.equal(ours_exact[key], plain_exact[key]), key
-    assert set(used) == {"selective_scan"}
+    assert set(used_functions) == {"selective_scan"}
