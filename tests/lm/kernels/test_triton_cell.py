@@ -193,10 +193,10 @@ def test_memory_of_a_chunk_is_bounded(monkeypatch):
     layout, options, tensors = move_to_device(make_problem(b=2, length=64, d=8, n=2))
     arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
     sizes, named = triton_cell._prepare(arguments)
-    plan = triton_cell._make_plan(arguments, sizes, named, True)
+    plan = triton_cell._make_plan(arguments, sizes, named, is_differentiable=True)
     assert plan.chunk == 64
     monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED_BYTES", 4 * 2 * 2 * 8 * 20)
-    plan = triton_cell._make_plan(arguments, sizes, named, True)
+    plan = triton_cell._make_plan(arguments, sizes, named, is_differentiable=True)
     assert plan.chunk == 16
 
 
@@ -414,10 +414,10 @@ def test_token_takes_two_launches_per_direction():
     layout, options, tensors = move_to_device(make_problem(length=8))
     arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
     sizes, named = triton_cell._prepare(arguments)
-    plan = triton_cell._make_plan(arguments, sizes, named, True)
+    plan = triton_cell._make_plan(arguments, sizes, named, is_differentiable=True)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8 + 1
     assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 2
-    plan = triton_cell._make_plan(arguments, sizes, named, False)
+    plan = triton_cell._make_plan(arguments, sizes, named, is_differentiable=False)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8
 
 
@@ -435,7 +435,7 @@ def test_warps_are_a_power_of_two(rank):
     layout, options, tensors = move_to_device(make_problem(length=1, rank=rank))
     arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
     sizes, named = triton_cell._prepare(arguments)
-    plan = triton_cell._make_plan(arguments, sizes, named, True)
+    plan = triton_cell._make_plan(arguments, sizes, named, is_differentiable=True)
     for d in (8, 96, 512, 768, 1536, 4096, 65536):
         warps = [
             plan._replace(sizes=sizes._replace(d=d)).choose_warp_count(most) for most in (256, 512)
