@@ -78,6 +78,7 @@ def make_paper_model(
 
 
 def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
+    """Return a seeded, untrained FP-Mamba; `options` are further fields of its FPRNNConfig."""
     torch.manual_seed(0)
     config = FPRNNConfig(
         vocab_size=shape.vocab,
@@ -86,7 +87,7 @@ def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
         d_state=shape.d_state,
         mixer="householder",
         mixer_rank=shape.rank,
-        tol=0.1,
+        tol=0.1,  # as in the paper
         **options,
     )
     return FPRNNForCausalLM(config)
@@ -115,21 +116,15 @@ def is_installed(package: str) -> bool:
 
 
 def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
-    """Return {name: model} of other installed packages; they only run on a GPU."""
-    models = {}
-    if device.type != "cuda":
-        return models
-    if is_installed("mamba_ssm"):
-        from mamba_ssm.models.config_mamba import MambaConfig as Config
-        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+    """Return {name: model} of mamba-ssm, which runs only on a GPU; {} if it cannot run."""
+    if device.type != "cuda" or not is_installed("mamba_ssm"):
+        return {}
+    from mamba_ssm.models.config_mamba import MambaConfig as Config
+    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
-        layer = {"layer": "Mamba1", "d_state": shape.d_state}
-        models["mamba-ssm's Mamba"] = ModelWithLoss(
-            MambaLMHeadModel(
-                Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
-            )
-        )
-    return models
+    layer = {"layer": "Mamba1", "d_state": shape.d_state}
+    config = Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
+    return {"mamba-ssm's Mamba": ModelWithLoss(MambaLMHeadModel(config))}
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -157,12 +152,12 @@ class StepResult(NamedTuple):
 class Trainer:
     """Model with its optimizer and a batch; `step()` makes a full training step.
 
-    The learning rate is 0, so that all steps solve the same problem.
+    The learning rate is 0, so that all steps solve the same problem. `options` are further
+    arguments of the model's forward pass.
     """
 
     def __init__(self, model: nn.Module, shape: Shape, device: torch.device, **options: Any):
-        self.model, self.device = model.to(device).train(), device
-        self.options = options  # of the model's forward
+        self.model, self.options = model.to(device).train(), options
         self.autocast = functools.partial(
             torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
         )

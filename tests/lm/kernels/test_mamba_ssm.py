@@ -357,8 +357,8 @@ def test_layer_under_autocast_passes_the_narrow_dtype(use_stand_in, kind):
     assert_close(results["mamba_ssm"], results["plain"], 0.05)
 
 
-def test_replaced_dt_projection_is_called(use_stand_in):
-    """A projection with a hook counts as replaced, so that no kernel may compute it."""
+def test_hooked_dt_projection_is_called(use_stand_in):
+    """mamba_scan computes dt_proj itself, so a layer whose dt_proj has a hook must not use it."""
     choose, called = use_stand_in
     block, u = make_layer("mamba")
     calls = []
