@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,10 +34,6 @@ def use_kernels(name: str) -> Iterator[None]:
         yield
     finally:
         os.environ["FPRNN_KERNELS"] = previous
-
-
-def get_blocks(model: FPRNNForCausalLM) -> list[nn.Module]:
-    return [layer.block for layer in model.backbone.layers]
 
 
 # Solver options: the paper's procedure in our implementation (paper.py is independent), and the
@@ -78,7 +74,7 @@ def make_paper_model(
 
 
 def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
-    """Return a seeded, untrained FP-Mamba; `options` are further fields of its FPRNNConfig."""
+    """Return a seeded model, FP-Mamba by default; `options` are fields of FPRNNConfig."""
     torch.manual_seed(0)
     config = FPRNNConfig(
         vocab_size=shape.vocab,
@@ -91,11 +87,6 @@ def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
         **options,
     )
     return FPRNNForCausalLM(config)
-
-
-def make_our_mamba(shape: Shape) -> FPRNNForCausalLM:
-    """Return our Mamba of a shape, which uses our scan."""
-    return make_fpmamba(shape, layers="mamba")
 
 
 def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
@@ -111,13 +102,9 @@ def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
     return MambaForCausalLM(config)
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
     """Return {name: model} of mamba-ssm, which runs only on a GPU; {} if it cannot run."""
-    if device.type != "cuda" or not is_installed("mamba_ssm"):
+    if device.type != "cuda" or not find_spec("mamba_ssm"):
         return {}
     from mamba_ssm.models.config_mamba import MambaConfig as Config
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel

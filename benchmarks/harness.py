@@ -90,7 +90,6 @@ def make_parser(doc: str, repeats: int = 15, shape: str = "small") -> argparse.A
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Parse integers that commas separate."""
     return [int(part) for part in text.split(",")]
 
 
@@ -138,7 +137,6 @@ def autocast(args: argparse.Namespace, **options: Any) -> torch.autocast:
 
 
 def synchronize(args: argparse.Namespace) -> None:
-    """Wait until the GPU, if it is the device, has finished all kernels."""
     if args.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -55,7 +55,7 @@ def make_root_functions(shape: Shape, device: torch.device) -> dict:
 def make_solve_functions(shape: Shape, device: torch.device) -> dict:
     """Return {row name: function} of an evaluation of f and the exact solve of a layer."""
     model = contenders.make_fpmamba(shape._replace(layers=1), glu_in_loop=True).to(device).train()
-    (block,) = contenders.get_blocks(model)
+    block = model.backbone.layers[0].block
     u = torch.randn(shape.batch, shape.length, shape.d_model, device=device)
     y = torch.randn(shape.batch, shape.length, 2 * shape.d_model, device=device)
 

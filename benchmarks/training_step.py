@@ -9,6 +9,7 @@ layers, compared with the first.
 """
 
 import functools
+from importlib.util import find_spec
 
 import torch
 
@@ -65,15 +66,13 @@ def make_contestants(args):
     }
     for name, model in models.items():
         trainers[name] = contenders.Trainer(model, shape, device)
-    trainers[OUR_MAMBA] = contenders.Trainer(
-        contenders.make_our_mamba(shape), shape, device, loss_only=True
-    )
+    our_mamba = contenders.make_fpmamba(shape, layers="mamba")
+    trainers[OUR_MAMBA] = contenders.Trainer(our_mamba, shape, device, loss_only=True)
     # transformers' Mamba on a GPU uses mamba-ssm's kernels, or else a loop over time.
-    uses_loop = device.type == "cuda" and not contenders.is_installed("mamba_ssm")
+    uses_loop = device.type == "cuda" and not find_spec("mamba_ssm")
     if not uses_loop or shape.length <= 256:
-        trainers[MAMBA] = contenders.Trainer(
-            contenders.make_transformers_mamba(shape), shape, device
-        )
+        mamba = contenders.make_transformers_mamba(shape)
+        trainers[MAMBA] = contenders.Trainer(mamba, shape, device)
     else:
         print(f"{MAMBA} is left out: without mamba-ssm it takes minutes per step")
     for name, model in contenders.make_peers(shape, device).items():

@@ -78,10 +78,7 @@ def _evaluate(s, equation):
 
 @triton.jit
 def _eliminate(M, b, R: tl.constexpr):
-    """Return x (T,R) with M x = b, by Gauss-Jordan elimination with row exchanges.
-
-    M: (T,R,R). b: (T,R).
-    """
+    """Solve M (T,R,R) x = b (T,R) by Gauss-Jordan elimination with row exchanges."""
     row = tl.arange(0, R)[None, :]
     column = tl.arange(0, R)[None, None, :]
     for k in range(R):
