@@ -551,15 +551,29 @@ def install_wheels(wheels: list[Path], site: Path) -> None:
     sys.path.insert(0, str(site))
 
 
+def make_env(site: Path, device: str) -> dict[str, str]:
+    """Return the environment variables of all parts."""
+    paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "120",
+        "HF_HUB_OFFLINE": "1",
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),  # one machine
+    }
+    cpu_env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return env | cpu_env if device == "cpu" else env
+
+
 def main() -> int:
     formatter = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
-    parser.add_argument(
-        "--parts", help=f"only these of {','.join(TIME_LIMITS_S)}, and what they need"
-    )
+    parts_help = f"only these of {','.join(TIME_LIMITS_S)}, and the parts that they need"
+    parser.add_argument("--parts", help=parts_help)
     parser.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
     args, start = parser.parse_args(), time.perf_counter()
     if args.card and not args.card.is_dir():
@@ -568,9 +582,8 @@ def main() -> int:
         parser.error("on a CPU the kernels are interpreted: give --quick as well")
     names = args.parts.split(",") if args.parts else list(TIME_LIMITS_S)
     if unknown := set(names) - set(TIME_LIMITS_S):
-        parser.error(
-            f"unknown part {', '.join(sorted(unknown))}: known are {', '.join(TIME_LIMITS_S)}"
-        )
+        known = ", ".join(TIME_LIMITS_S)
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: known are {known}")
     names += [required for name in names for required in REQUIRED_PARTS.get(name, ())]
     with tempfile.TemporaryDirectory(prefix="fprnn-gpu-check-") as scratch:
         runs, site = Path(scratch, "runs"), Path(scratch, "site")
@@ -585,17 +598,7 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         for old_result in [*out.glob("*.json"), *out.glob("*.xml")]:
             old_result.unlink()
-        paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH")]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PYTHONUNBUFFERED": "1",
-            "COLUMNS": "120",
-            "HF_HUB_OFFLINE": "1",
-            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),  # one machine
-        }
-        if args.device == "cpu":
-            env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env = make_env(site, args.device)
         card = args.card.resolve() if args.card else None
         parts = make_parts(out, runs, args.device, args.quick, card)
         parts = [part for part in parts if part.name in names]

@@ -182,20 +182,15 @@ def time_in_turns(
     functions = {n: f for n, f in functions.items() if any(part in str(n) for part in patterns)}
     results = dict.fromkeys(functions)
     times: dict[Any, list[float]] = {}  # functions that ran out of memory are missing
-    repeated_names = []
 
     def warm_up(name: Any) -> None:
         results[name] = functions[name]()
 
     for name in functions:
         seconds = time_call(functools.partial(warm_up, name), args)
-        if seconds is None:
-            continue
-        if seconds > max_seconds:
-            times[name] = [seconds]
-        else:
-            times[name] = []
-            repeated_names.append(name)
+        if seconds is not None:
+            times[name] = [seconds] if seconds > max_seconds else []
+    repeated_names = [name for name in times if not times[name]]
     for repeat in range(args.repeats):
         for name in repeated_names.copy():
             if repeat >= MIN_REPEATS and calls * sum(times[name]) >= max_seconds:
