@@ -7,7 +7,8 @@ RUN is a run of the synthetic suite, or a run or export of a language model, whi
 with `sequential`, which needs no tolerance; `paper` is the paper's procedure.
 
 Columns:
-    right        share of sequences (language model: tokens) that `sequential` answers correctly
+    right        share of sequences (language model: tokens) that `sequential` answers correctly,
+                 the same in all rows of a length
     same         share of tokens with the same most likely answer as `sequential`
     difference   largest difference of a logit from `sequential`
     loss         in nats
@@ -49,6 +50,7 @@ def load_batches(run: str, args: argparse.Namespace) -> tuple[Any, list[tuple[Te
     lengths = [int(length) for length in args.lengths.split(",")]
     if is_synthetic(run):
         _, task, model, _ = load_run(run)
+        # The length is also the index of the batch, so that lengths have different sequences.
         batches = [task.batch(0, "test", n, args.sequences, (n, n)) for n in lengths]
         return model, [move_to_device(batch, "cpu")[:2] for batch in batches]
     from fprnn import load
@@ -95,7 +97,10 @@ def compare(run: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         is_scored = labels != IGNORE
         reference = run_schedule(model, ids, "sequential", args.tol).logits
         is_right = reference.argmax(-1) == labels
-        is_right = (is_right | ~is_scored).all(-1) if is_synthetic(run) else is_right[is_scored]
+        if is_synthetic(run):  # a sequence is right if all its scored tokens are
+            is_right = (is_right | ~is_scored).all(-1)
+        else:
+            is_right = is_right[is_scored]
         for schedule in args.schedules.split(","):
             logits, evaluations, failed = run_schedule(model, ids, schedule, args.tol)
             is_same = (logits.argmax(-1) == reference.argmax(-1))[is_scored].double()
@@ -113,13 +118,11 @@ def compare(run: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("run", nargs="+", metavar="RUN")
-    parser.add_argument(
-        "--schedules", default="sequential,window:4,window:16,window:64,parallel,paper"
-    )
+    schedules = "sequential,window:4,window:16,window:64,parallel,paper"
+    parser.add_argument("--schedules", default=schedules)
     parser.add_argument("--lengths", default="16,64,256,1024")
     parser.add_argument("--sequences", type=int, default=100)
     parser.add_argument("--text", metavar="FILE")

@@ -54,20 +54,22 @@ def download(out: Path) -> None:
     pip = (sys.executable, "-m", "pip")
     constraints = ("-c", ROOT / "constraints.txt")
     platforms = ("--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64")
-    target = ("--only-binary=:all:", "--python-version=3.12", *platforms)
-    run(*pip, "download", "-q", "--no-deps", *target, *constraints, "-d", out, *WHEELS_TO_DOWNLOAD)
+    machine = ("--only-binary=:all:", "--python-version=3.12", *platforms)
+    run(*pip, "download", "-q", "--no-deps", *machine, *constraints, "-d", out, *WHEELS_TO_DOWNLOAD)
     run(*pip, "wheel", "-q", "--no-deps", *constraints, "-w", out, *WHEELS_TO_BUILD)
 
 
 def use_chosen_architectures(setup: Path) -> None:
-    """Remove the nine architectures of setup.py, so that TORCH_CUDA_ARCH_LIST chooses.
+    """Remove the GPU architectures from setup.py, so that TORCH_CUDA_ARCH_LIST selects them.
 
     Also remove line numbers for profilers, and use one compiler thread instead of four.
     """
     text = setup.read_text(encoding="utf-8")
     text, count = re.subn(r'cc_flag\.append\("(-gencode|arch=[^"]*)"\)', "pass", text)
     if not count:
-        raise SystemExit(f"{setup} names no architectures any more: adapt this script")
+        raise SystemExit(
+            f"{setup} names no architectures any more: adapt benchmarks/card_wheels.py"
+        )
     text = text.replace('"--threads", "4"', '"--threads", "1"').replace('"-lineinfo",', "")
     setup.write_text(text, encoding="utf-8")
 
@@ -86,13 +88,9 @@ def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) ->
     if not env_python.exists():
         run(python, "-m", "venv", work / "venv")
     pip = (env_python, "-m", "pip")
-    packages = (
-        f"torch=={TORCH_VERSION}",
-        f"transformers=={TRANSFORMERS_VERSION}",
-        "einops",
-        "numpy",
-    )
-    run(*pip, "install", "-q", *packages, "setuptools<82", "wheel", "ninja", "packaging")
+    packages = [f"torch=={TORCH_VERSION}", f"transformers=={TRANSFORMERS_VERSION}"]
+    packages += ["einops", "numpy", "setuptools<82", "wheel", "ninja", "packaging"]
+    run(*pip, "install", "-q", *packages)
     # CUDA's headers that a bare nvcc lacks (cuBLAS, cuSPARSE, …) come with torch.
     headers = next((work / "venv/lib").glob("python3.*/site-packages/nvidia/cu13/include"))
     environment = os.environ | {
@@ -111,13 +109,13 @@ def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) ->
     for name, version in COMPILED_VERSIONS.items():
         source = work / f"{name.replace('-', '_')}-{version}"
         shutil.rmtree(source, ignore_errors=True)
-        common = ("-q", "--no-deps", "--no-build-isolation")
-        as_source = ("--no-binary=:all:", "-d", work)
-        run(*pip, "download", *common, *as_source, f"{name}=={version}", env=environment)
+        options = ("-q", "--no-deps", "--no-build-isolation")
+        download_options = (*options, "--no-binary=:all:", "-d", work)
+        run(*pip, "download", *download_options, f"{name}=={version}", env=environment)
         with tarfile.open(f"{source}.tar.gz") as archive:
             archive.extractall(work, filter="data")
         use_chosen_architectures(source / "setup.py")
-        run("nice", "-n", "15", *pip, "wheel", *common, "-w", out, source, env=environment)
+        run("nice", "-n", "15", *pip, "wheel", *options, "-w", out, source, env=environment)
         wheel = next(out.glob(f"{name.replace('-', '_')}-*.whl"))
         run(*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel)
     # An import resolves every symbol of torch that the libraries need. It needs no GPU.
@@ -126,14 +124,12 @@ def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) ->
 
 
 def compute_total_mib(files: Sequence[Path]) -> float:
-    """Return the total size of files in MiB."""
     return sum(file.stat().st_size for file in files) / 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, default=ROOT / ".card/whl")
     parser.add_argument(
         "--compile", action="store_true", help="also compile mamba-ssm and causal-conv1d"

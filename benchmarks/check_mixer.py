@@ -3,7 +3,7 @@
     python -m benchmarks.check_mixer my_mixer:PlaneRotation [--block fp_rnn] [--rank 2]
 
 The checks compare the mixer with its explicit matrix, gradients with finite differences of the
-loss, and solutions with those of another schedule. The exit status is 1 if a check fails.
+loss, and the logits of several schedules. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def format_findings(findings: list[Finding]) -> str:
 def _make_model(fields: dict, **more_fields):
     section = Model(d_model=D_MODEL, n_layer=1, d_state=4, headdim=8, **fields, **more_fields)
     solver = Solver(schedule="sequential", gradient="exact", tol=1e-12, eval_tol=1e-12)
-    return build_section(section, solver, VOCAB_SIZE, 16).double().eval()
+    return build_section(section, solver, VOCAB_SIZE, seq_len=16).double().eval()
 
 
 def _compare(
@@ -157,7 +157,7 @@ def _check_gradient(model) -> list[Finding]:
 def _estimate_slope(model, ids, parameters, directions) -> torch.Tensor:
     """Return the derivative of the loss along a direction, by central differences."""
     losses = []
-    for step in (STEP, -2 * STEP):  # to +STEP, then to −STEP
+    for step in (STEP, -2 * STEP):  # to start + STEP, then to start − STEP
         for p, direction in zip(parameters, directions):
             p.add_(step * direction)
         losses.append(model(input_ids=ids, labels=ids).loss)
@@ -195,9 +195,8 @@ def main(argv: list[str] | None = None) -> int:
     """Check the mixer that the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(description="Check a custom mixer (docs/extending.md).")
     parser.add_argument("mixer", help="module:Class or a name, as in model.mixer")
-    parser.add_argument(
-        "--block", choices=("fp_mamba1", "fp_mamba2", "fp_rnn"), default="fp_mamba1"
-    )
+    blocks = ("fp_mamba1", "fp_mamba2", "fp_rnn")
+    parser.add_argument("--block", choices=blocks, default="fp_mamba1", help="model.block")
     parser.add_argument("--rank", type=int, default=1, help="model.mixer_rank (default: 1)")
     args = parser.parse_args(argv)
     try:

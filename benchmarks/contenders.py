@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,10 +34,6 @@ def use_kernels(name: str) -> Iterator[None]:
         yield
     finally:
         os.environ["FPRNN_KERNELS"] = previous
-
-
-def get_blocks(model: FPRNNForCausalLM) -> list[nn.Module]:
-    return [layer.block for layer in model.backbone.layers]
 
 
 # Solver options: the paper's procedure in our implementation (paper.py is independent), and the
@@ -78,6 +74,7 @@ def make_paper_model(
 
 
 def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
+    """Return a seeded model, FP-Mamba by default; `options` are fields of FPRNNConfig."""
     torch.manual_seed(0)
     config = FPRNNConfig(
         vocab_size=shape.vocab,
@@ -86,15 +83,10 @@ def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
         d_state=shape.d_state,
         mixer="householder",
         mixer_rank=shape.rank,
-        tol=0.1,
+        tol=0.1,  # as in the paper
         **options,
     )
     return FPRNNForCausalLM(config)
-
-
-def make_our_mamba(shape: Shape) -> FPRNNForCausalLM:
-    """Return our Mamba of a shape, which uses our scan."""
-    return make_fpmamba(shape, layers="mamba")
 
 
 def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
@@ -110,26 +102,16 @@ def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
     return MambaForCausalLM(config)
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
-    """Return {name: model} of other installed packages; they only run on a GPU."""
-    models = {}
-    if device.type != "cuda":
-        return models
-    if is_installed("mamba_ssm"):
-        from mamba_ssm.models.config_mamba import MambaConfig as Config
-        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+    """Return {name: model} of mamba-ssm, which runs only on a GPU; {} if it cannot run."""
+    if device.type != "cuda" or not find_spec("mamba_ssm"):
+        return {}
+    from mamba_ssm.models.config_mamba import MambaConfig as Config
+    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
-        layer = {"layer": "Mamba1", "d_state": shape.d_state}
-        models["mamba-ssm's Mamba"] = ModelWithLoss(
-            MambaLMHeadModel(
-                Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
-            )
-        )
-    return models
+    layer = {"layer": "Mamba1", "d_state": shape.d_state}
+    config = Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
+    return {"mamba-ssm's Mamba": ModelWithLoss(MambaLMHeadModel(config))}
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -157,12 +139,12 @@ class StepResult(NamedTuple):
 class Trainer:
     """Model with its optimizer and a batch; `step()` makes a full training step.
 
-    The learning rate is 0, so that all steps solve the same problem.
+    The learning rate is 0, so that all steps solve the same problem. `options` are further
+    arguments of the model's forward pass.
     """
 
     def __init__(self, model: nn.Module, shape: Shape, device: torch.device, **options: Any):
-        self.model, self.device = model.to(device).train(), device
-        self.options = options  # of the model's forward
+        self.model, self.options = model.to(device).train(), options
         self.autocast = functools.partial(
             torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
         )

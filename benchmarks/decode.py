@@ -2,12 +2,11 @@
 
 python -m benchmarks.decode [--shape small --prompt 64 --new 64 --threads 1,2 --json FILE]
 
-Random weights. Each token's equation is solved exactly; the paper's procedure has tolerance 0.1.
-Rows without a cache solve the whole text again for every token, and generate 1/16 of the tokens.
-`ms a step` is a single call of the model for one token, without the overhead of `generate`.
+Random weights. Our rows solve each token's equation exactly; the paper's procedure has tolerance
+0.1. Rows without a cache solve the whole text again for every token, and generate 1/16 of the
+tokens. `ms a step` is a single call of the model for one token, without the overhead of `generate`.
 """
 
-import contextlib
 import functools
 from typing import NamedTuple
 
@@ -34,9 +33,9 @@ class Variant(NamedTuple):
     """A model and how it decodes."""
 
     model: torch.nn.Module
-    new: int  # tokens to generate
+    new_tokens: int  # to generate
     use_cache: bool
-    options: dict | None  # of contenders.solve_with
+    options: dict | None  # arguments of contenders.solve_with; None: do not call it
 
 
 def make_step(args, model, prompt):
@@ -56,15 +55,15 @@ def make_step(args, model, prompt):
     return step
 
 
-def generate(args, model, prompt, new, use_cache):
-    """Return `new` tokens after a prompt."""
+def generate(args, model, prompt, new_tokens, use_cache):
+    """Return the ids of `new_tokens` tokens after a prompt."""
     with autocast(args):
         if isinstance(model, paper.LanguageModel):
-            return model.greedy(prompt, new)
+            return model.greedy(prompt, new_tokens)
         return model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new,
+            max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=use_cache,
         )[:, prompt.shape[1] :]
@@ -72,11 +71,11 @@ def generate(args, model, prompt, new, use_cache):
 
 def wrap_with_options(function, model, options):
     """Return a function that calls `function` within contenders.solve_with(model, **options)."""
+    if options is None:
+        return function
 
     def call():
-        with (
-            contextlib.nullcontext() if options is None else contenders.solve_with(model, **options)
-        ):
+        with contenders.solve_with(model, **options):
             return function()
 
     return call
@@ -87,20 +86,20 @@ def measure(args):
     """Return a row for each batch size and model."""
     fpmamba = contenders.make_fpmamba(args.shape, use_short_conv=True).to(args.device).eval()
     mamba = contenders.make_transformers_mamba(args.shape).to(args.device).eval()
-    few, exact = max(2, args.new // 16), contenders.EXACT_FIELDS
+    few_tokens, exact = max(2, args.new // 16), contenders.EXACT_FIELDS
     variants = {
         CACHED: Variant(fpmamba, args.new, True, None),
         "ours, plain": Variant(fpmamba, args.new, True, exact | {"kernel": "plain"}),
-        UNCACHED: Variant(fpmamba, few, False, exact),
-        PAPER: Variant(contenders.make_paper_model(fpmamba), few, False, None),
+        UNCACHED: Variant(fpmamba, few_tokens, False, exact),
+        PAPER: Variant(contenders.make_paper_model(fpmamba), few_tokens, False, None),
         MAMBA: Variant(mamba, args.new, True, None),
     }
     rows = []
     for batch in args.batches:
         prompt = torch.randint(args.shape.vocab, (batch, args.prompt)).to(args.device)
         generations, steps = {}, {}
-        for name, (model, new, use_cache, options) in variants.items():
-            function = functools.partial(generate, args, model, prompt, new, use_cache)
+        for name, (model, new_tokens, use_cache, options) in variants.items():
+            function = functools.partial(generate, args, model, prompt, new_tokens, use_cache)
             generations[name] = wrap_with_options(function, model, options)
             if use_cache:
                 steps[name] = wrap_with_options(make_step(args, model, prompt), model, options)
@@ -108,7 +107,8 @@ def measure(args):
         step_seconds, _ = time_in_turns(steps, args, calls=args.new)
         for name, total in seconds.items():
             row = dict(batch=batch, name=name, seconds_per_step=step_seconds.get(name))
-            row["seconds_per_token"] = total and total / variants[name].new
+            has_time = total is not None
+            row["seconds_per_token"] = total / variants[name].new_tokens if has_time else None
             rows.append(row)
     return rows
 

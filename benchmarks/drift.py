@@ -1,4 +1,4 @@
-"""Measure how far the losses of a run drift when only micro-batches or the ranks change.
+"""Measure how far the losses of a run drift if only micro-batches or the ranks change.
 
     python -m benchmarks.drift            # the tiny configuration, three seeds
 
@@ -43,12 +43,12 @@ LAYOUTS = {"whole": (1, 4), "micro-batches of 1": (1, 1), "2 ranks": (2, 2)}
 
 def main() -> None:
     """Print a row per model, precision and layout; with --micro-batch, print a rank's losses."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--config", default="configs/tiny/lm.yaml", metavar="YAML")
     parser.add_argument("--seeds", type=int, default=3, help="default: 3")
-    parser.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)  # for its own ranks
+    # Only processes that `train_on_ranks` starts have this option.
+    parser.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.micro_batch:
         train_all(args.config, args.seeds, args.micro_batch)
@@ -57,7 +57,7 @@ def main() -> None:
     print("update", *UPDATES, sep="\t")
     for model, precision in itertools.product(MODELS, PRECISIONS):
         for name in list(LAYOUTS)[1:]:
-            drift = [0.0] * UPDATES[-1]  # of each update, over all seeds
+            drift = [0.0] * UPDATES[-1]  # largest difference at each update, over all seeds
             for seed in range(args.seeds):
                 case = f"{model}, {precision}, {seed}"
                 pairs = zip(losses_by_layout["whole"][case], losses_by_layout[name][case])
@@ -92,21 +92,22 @@ def train_all(config: str, seeds: int, micro_batch: int) -> None:
     losses = {}
     for (model, overrides), precision in itertools.product(MODELS.items(), PRECISIONS):
         for seed in range(seeds):
-            settings = (*overrides, f"train.precision={precision}", f"seed={seed}")
-            losses[f"{model}, {precision}, {seed}"] = train(config, settings, micro_batch, ranks)
+            case_overrides = (*overrides, f"train.precision={precision}", f"seed={seed}")
+            case = f"{model}, {precision}, {seed}"
+            losses[case] = train(config, case_overrides, micro_batch, ranks)
     if ranks.is_main:
         print(json.dumps(losses))
     ranks.barrier()
     leave_process_group()
 
 
-def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
+def train(config: str, overrides: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
     """Train a model on random parts of TEXT, and return the loss of each update."""
-    batch = (f"train.global_batch_size={SEQUENCES}", "train.grad_accum_steps=null")
-    layout = (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
-    cfg = load(config, (*settings, *batch, *layout))
+    overrides += (f"train.global_batch_size={SEQUENCES}", "train.grad_accum_steps=null")
+    overrides += (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
+    cfg = load(config, overrides)
     torch.manual_seed(cfg.seed)
-    model = build_model(cfg, 256)
+    model = build_model(cfg, vocab_size=256)  # tokens are bytes
     engine = Engine(cfg, model, ranks)
     with open(TEXT, "rb") as file:
         text = torch.tensor(list(file.read(200_000)))

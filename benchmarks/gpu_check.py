@@ -7,18 +7,19 @@ DeepSpeed, the same run resumed, the Mamba baseline with our scan and with mamba
 generation, lm-eval, kernel tests at the width of that model, and timings. Every part is a process
 with its own time limit. A part that fails or hangs does not stop the next one. DIR/summary.json is
 written after every part, so an interrupted check keeps its results. DIR/check.log has all output.
-The exit status is 1 when a part failed and 2 when there is no GPU.
+The exit status is 1 if a part failed and 2 if there is no GPU.
 
-The machine needs torch, triton, transformers, pytest and what `fprnn train` imports. --card DIR
-names a folder with missing files: the wheels in DIR/whl are installed for this check only
-(`python -m benchmarks.card_wheels` makes them), and the parquet files of FineWeb in DIR/fineweb are
-the training text. Without them the training text comes from the files of the Python installation.
+The machine needs torch, triton, transformers, pytest and the packages that `fprnn train` imports.
+--card DIR names a folder with files that the machine lacks: the wheels in DIR/whl are installed for
+this check only (`python -m benchmarks.card_wheels` makes them), and the parquet files of FineWeb in
+DIR/fineweb are the training text. Without them the text is the built-in corpus.
 """
 
 import argparse
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import re
@@ -59,9 +60,9 @@ MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
 FPMAMBA_CONFIG = "configs/lm/fpmamba_160m_fineweb2b.yaml"
 MAMBA_CONFIG = "configs/lm/mamba_160m_fineweb2b.yaml"
 UPDATES = 8  # of a training run
-RESUMED_UPDATES = 10  # of the run after it is resumed
-QUESTIONS = 20  # of lm-eval
-REQUIRED_PARTS = {  # part → parts that make the run or the export that it reads
+RESUMED_UPDATES = 10  # at which the resumed run ends
+QUESTIONS = 20  # that lm-eval asks
+REQUIRED_PARTS = {  # part → parts that must run before it
     "resume": {"train"},
     "export": {"train"},
     "generate": {"train", "export"},
@@ -102,7 +103,7 @@ class Part(NamedTuple):
 
     name: str
     command: list[str]
-    judge: Callable[[int | None, list[str]], Outcome]  # of (exit status, printed lines)
+    judge: Callable[[int | None, list[str]], Outcome]  # (exit status, printed lines) → Outcome
     env: dict = {}  # noqa: RUF012
     skip_reason: str = ""  # "": run the part
     limit: float | None = None  # seconds; None: TIME_LIMITS_S[name]
@@ -110,12 +111,12 @@ class Part(NamedTuple):
 
 def judge_tests(xml: Path, status: int | None, lines: list[str]) -> Outcome:
     """Judge the tests by pytest's XML; a file that needs a missing package counts as skipped."""
-    last_line = _find_last_line(lines)
+    ending = f"exit status {status}: {_find_last_line(lines)}"
     try:
         cases = list(ET.parse(xml).iter("testcase"))
         xml.unlink()
     except (OSError, ET.ParseError):
-        return Outcome("failed", {}, f"pytest wrote no results (exit status {status}): {last_line}")
+        return Outcome("failed", {}, f"pytest wrote no results, {ending}")
     counts, failures, missing_modules = Counter(), [], Counter()
     for case in cases:
         name = f"{case.get('classname')}.{case.get('name')}".strip(".")
@@ -124,7 +125,8 @@ def judge_tests(xml: Path, status: int | None, lines: list[str]) -> Outcome:
             missing_modules[match[1]] += 1
         elif problems:
             counts["failed"] += 1
-            failures.append(f"{name}: {(problems[0].get('message') or '')[:200].splitlines()[:1]}")
+            first_line = (problems[0].get("message") or "").split("\n")[0]
+            failures.append(f"{name}: {first_line[:200]}")
         else:
             counts["skipped" if case.find("skipped") is not None else "passed"] += 1
     skips = Counter(skip.get("message") for case in cases for skip in case.findall("skipped"))
@@ -137,15 +139,17 @@ def judge_tests(xml: Path, status: int | None, lines: list[str]) -> Outcome:
         figures["skip reasons"] = ", ".join(f"{n}: {reason}" for reason, n in skips.items())
     if failures:
         return Outcome("failed", figures, "; ".join(failures))
-    if (status and not missing_modules) or not counts["passed"]:
-        return Outcome("failed", figures, f"no test passed, or exit status {status}: {last_line}")
+    # A file that cannot be imported sets the exit status as well.
+    has_bad_status = status != 0 and not missing_modules
+    if has_bad_status or not counts["passed"]:
+        return Outcome("failed", figures, f"no test passed, or {ending}")
     return Outcome("ok", figures)
 
 
 def judge_figures(
     get_figures: Callable[[list[str]], dict], status: int | None, lines: list[str]
 ) -> Outcome:
-    """Judge a part by its exit status (None: the time was over) and by its figures.
+    """Judge a part by its exit status (None: it ran into its time limit) and by its figures.
 
     A failed part keeps its figures. A part whose figures cannot be read has failed as well.
     """
@@ -156,6 +160,13 @@ def judge_figures(
         return Outcome("failed", {}, reason or f"its results cannot be read: {error!r}")
 
 
+def make_judge(
+    read_figures: Callable[..., dict], *args: object
+) -> Callable[[int | None, list[str]], Outcome]:
+    """Return `judge_figures` for the figures read_figures(*args, lines)."""
+    return functools.partial(judge_figures, functools.partial(read_figures, *args))
+
+
 def _find_last_line(lines: list[str]) -> str:
     """Return the last line that is not empty, or ""."""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -163,16 +174,18 @@ def _find_last_line(lines: list[str]) -> str:
 
 def read_plan_figures(lines: list[str]) -> dict[str, float]:
     """Return the memory and throughput that `fprnn plan` printed; on a CPU, only the memory."""
-    rows: dict[str, str] = {}
+    rows: dict[str, str] = {}  # label → value
     for line in lines:
         cells = [cell.strip() for cell in line.strip("│ \n").split("│")]
         if len(cells) == 2:
-            rows.setdefault("memory" if "as configured" in cells[1] else cells[0], cells[1])
+            label, value = cells
+            # The plan has a row for the memory of each ZeRO stage.
+            rows.setdefault("memory" if "as configured" in value else label, value)
 
-    def read_number(pattern: str, row: str) -> float:
-        match = re.search(pattern, rows[row])
+    def read_number(pattern: str, label: str) -> float:
+        match = re.search(pattern, rows[label])
         if match is None:
-            raise ValueError(f"`{row}` of the plan is {rows[row]!r}")
+            raise ValueError(f"`{label}` of the plan is {rows[label]!r}")
         return float(match[1].replace(",", ""))
 
     gib_per_unit = 2**-10 if " MiB " in rows["memory"] else 1.0
@@ -185,7 +198,12 @@ def read_plan_figures(lines: list[str]) -> dict[str, float]:
 
 
 def read_training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any]:
-    """Return the figures of these updates from the log of a run.
+    """Return the figures of a run.
+
+    Args:
+        run: Folder of the run.
+        steps: Numbers of the updates whose records in the log are read.
+        lines: Printed lines.
 
     Raises:
         ValueError: If an update has no record, or a loss is not finite.
@@ -196,7 +214,7 @@ def read_training_figures(run: Path, steps: range, lines: list[str]) -> dict[str
         raise ValueError(f"update {unrecorded[0]} has no record")
     updates = [records[step] for step in steps]
     losses = [update["loss"] for update in updates]
-    if not all(abs(loss) < float("inf") for loss in losses):
+    if not all(map(math.isfinite, losses)):
         raise ValueError(f"the losses are {losses}")
     seconds = [update["spent"]["seconds"] for update in updates]
 
@@ -207,7 +225,7 @@ def read_training_figures(run: Path, steps: range, lines: list[str]) -> dict[str
     checkpoints = [record["checkpoint"] for record in log if "checkpoint" in record]
     validations = [record["validation"]["loss"] for record in log if "validation" in record]
     return {
-        "first_update_s": seconds[0] if steps[0] == 1 else None,
+        "first_update_s": seconds[0] if steps[0] == 1 else None,  # it compiles the kernels
         "tokens_per_s": compute_steady_median("tokens_per_s"),
         "mfu": compute_steady_median("mfu"),
         "peak_memory_gib": round(updates[-1]["peak_memory_bytes"] / 2**30, 2),
@@ -224,7 +242,7 @@ def read_resume_figures(run: Path, lines: list[str]) -> dict[str, Any]:
     """Return the figures of a resumed run.
 
     Raises:
-        ValueError: If the run started from its beginning.
+        ValueError: If the run did not continue from a checkpoint.
     """
     resumed = [line.strip() for line in lines if line.startswith("resumed ")]
     if not resumed:
@@ -286,8 +304,7 @@ def make_training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part
         return python_command("-m", "lm", "train", "--config", config, *overrides, *options)
 
     def make_training_part(name: str, config: str, run: str, kernels: str = "") -> Part:
-        get_figures = functools.partial(read_training_figures, runs / run, range(1, UPDATES + 1))
-        judge = functools.partial(judge_figures, get_figures)
+        judge = make_judge(read_training_figures, runs / run, range(1, UPDATES + 1))
         # Only the run that is resumed saves a checkpoint midway.
         checkpoint_every = UPDATES // 2 if run == "fp" else 10 * UPDATES
         command = make_command(config, run, UPDATES, checkpoint_every)
@@ -296,7 +313,7 @@ def make_training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part
     def make_plan_part(name: str, config: str) -> Part:
         gpu = ["--gpu", "cpu"] if quick else []
         command = python_command("-m", "lm", "plan", config, "--gpus", 1, *gpu, *overrides)
-        return Part(name, command, functools.partial(judge_figures, read_plan_figures))
+        return Part(name, command, make_judge(read_plan_figures))
 
     resume_command = make_command(FPMAMBA_CONFIG, "fp", RESUMED_UPDATES, UPDATES // 2)
     missing_packages = [p for p in ("mamba_ssm", "causal_conv1d") if find_spec(p) is None]
@@ -310,11 +327,7 @@ def make_training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part
         make_plan_part("plan", FPMAMBA_CONFIG),
         make_plan_part("plan_mamba", MAMBA_CONFIG),
         make_training_part("train", FPMAMBA_CONFIG, "fp"),
-        Part(
-            "resume",
-            resume_command,
-            functools.partial(judge_figures, functools.partial(read_resume_figures, runs / "fp")),
-        ),
+        Part("resume", resume_command, make_judge(read_resume_figures, runs / "fp")),
         make_training_part("mamba", MAMBA_CONFIG, "mamba", "" if quick else "triton"),
         mamba_ssm_part,
     ]
@@ -328,35 +341,25 @@ def make_model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
         text = " ".join(line.strip() for line in lines)
         return {"text": textwrap.shorten(text, 120) or "(nothing but spaces)"}
 
+    export_command = python_command("-m", "lm", "export", runs / "fp", export)
+    generate_command = python_command("-m", "lm", "generate", export, "--prompt", "The court")
+    generate_command += ["--max-new-tokens", "4" if quick else "32"]
+    scores = out / "eval.json"
     eval_command = python_command("-m", "lm", "eval", export, "--tasks", "catbabi_mini")
-    eval_command += ["--limit", str(QUESTIONS), "--out", str(out / "eval.json")]
-    get_figures = functools.partial(read_eval_figures, out / "eval.json")
+    eval_command += ["--limit", str(QUESTIONS), "--out", str(scores)]
     skip_reason = "" if find_spec("lm_eval") else "lm_eval: not installed"
+    judge_eval = make_judge(read_eval_figures, scores)
     return [
         Part(
-            "export",
-            python_command("-m", "lm", "export", runs / "fp", export),
-            functools.partial(judge_figures, lambda lines: {"printed": _find_last_line(lines)}),
+            "export", export_command, make_judge(lambda lines: {"printed": _find_last_line(lines)})
         ),
-        Part(
-            "generate",
-            python_command(
-                *("-m", "lm", "generate", export, "--prompt", "The court"),
-                *("--max-new-tokens", 4 if quick else 32),
-            ),
-            functools.partial(judge_figures, read_sample),
-        ),
-        Part(
-            "eval",
-            eval_command,
-            functools.partial(judge_figures, get_figures),
-            skip_reason=skip_reason,
-        ),
+        Part("generate", generate_command, make_judge(read_sample)),
+        Part("eval", eval_command, judge_eval, skip_reason=skip_reason),
     ]
 
 
 def make_pytest_part(out: Path, quick: bool) -> Part:
-    """Return the kernel tests; on a GPU, those marked `gpu`, at the width of the model."""
+    """Return the kernel tests marked `gpu`, at the width of the model; if quick, a single test."""
     xml = out / "tests.xml"
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-vv", "--tb=short", "--durations=5"]
     command += ["-o", "timeout=100", "--continue-on-collection-errors", f"--junitxml={xml}"]
@@ -377,8 +380,7 @@ def make_timing_part(out: Path, device: str, quick: bool) -> Part:
     command = ["-m", "benchmarks.gpu_constants", "--device", device, "--json", path]
     command += ["--batches", "1,2" if quick else "16,64", "--repeats", 1 if quick else 3]
     command += ["--length", 8, "--d-model", 16] if quick else []
-    judge = functools.partial(judge_figures, functools.partial(read_timing_figures, path))
-    return Part("timings", python_command(*command), judge)
+    return Part("timings", python_command(*command), make_judge(read_timing_figures, path))
 
 
 def make_parts(
@@ -463,10 +465,9 @@ def describe_environment(device: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def format_figure(value: object) -> str:
-    """Return a figure as text; a list of two is the first and the last value of a course."""
+    """Return a figure as text; a list has the first and the last value of a run."""
     if isinstance(value, list):
-        separator = " → " if len(value) == 2 else " "
-        return separator.join(map(format_figure, value))
+        return " → ".join(map(format_figure, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -505,7 +506,7 @@ def run_parts(
         The exit status, 1 if any part failed.
     """
     check_start = time.perf_counter() if start is None else start
-    time_limit = 0.0  # for this part and all before it
+    time_limit = 0.0  # seconds for this part and all parts before it
     records = []
     with (out / "check.log").open("w", encoding="utf-8") as log:
         for part in parts:
@@ -550,16 +551,29 @@ def install_wheels(wheels: list[Path], site: Path) -> None:
     sys.path.insert(0, str(site))
 
 
+def make_env(site: Path, device: str) -> dict[str, str]:
+    """Return the environment variables of all parts."""
+    paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "120",
+        "HF_HUB_OFFLINE": "1",
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),  # one machine
+    }
+    cpu_env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return env | cpu_env if device == "cpu" else env
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
-    parser.add_argument(
-        "--parts", help=f"only these of {','.join(TIME_LIMITS_S)}, and what they need"
-    )
+    parts_help = f"only these of {','.join(TIME_LIMITS_S)}, and the parts that they need"
+    parser.add_argument("--parts", help=parts_help)
     parser.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
     args, start = parser.parse_args(), time.perf_counter()
     if args.card and not args.card.is_dir():
@@ -568,10 +582,9 @@ def main() -> int:
         parser.error("on a CPU the kernels are interpreted: give --quick as well")
     names = args.parts.split(",") if args.parts else list(TIME_LIMITS_S)
     if unknown := set(names) - set(TIME_LIMITS_S):
-        parser.error(
-            f"unknown part {', '.join(sorted(unknown))}: known are {', '.join(TIME_LIMITS_S)}"
-        )
-    names += [part for name in names for part in REQUIRED_PARTS.get(name, ())]
+        known = ", ".join(TIME_LIMITS_S)
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: known are {known}")
+    names += [required for name in names for required in REQUIRED_PARTS.get(name, ())]
     with tempfile.TemporaryDirectory(prefix="fprnn-gpu-check-") as scratch:
         runs, site = Path(scratch, "runs"), Path(scratch, "site")
         if wheels := sorted((args.card / "whl").glob("*.whl")) if args.card else []:
@@ -585,17 +598,7 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         for old_result in [*out.glob("*.json"), *out.glob("*.xml")]:
             old_result.unlink()
-        paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH")]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PYTHONUNBUFFERED": "1",
-            "COLUMNS": "120",
-            "HF_HUB_OFFLINE": "1",
-            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),  # one machine
-        }
-        if args.device == "cpu":
-            env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env = make_env(site, args.device)
         card = args.card.resolve() if args.card else None
         parts = make_parts(out, runs, args.device, args.quick, card)
         parts = [part for part in parts if part.name in names]

@@ -2,8 +2,8 @@
 
 python -m benchmarks.gpu_constants [--batches 16,64 --length 512 --json FILE]
 
-The last line has the constants of lm/common/cards.py. On a CPU (`--device cpu`, tiny sizes, because
-kernels are interpreted) a run only shows that the script works.
+The last line has the constants TOKEN_S and SEQUENCE_S of lm/common/cards.py. On a CPU kernels are
+interpreted: a run (`--device cpu`, tiny sizes) only shows that the script works.
 """
 
 import argparse
@@ -28,14 +28,16 @@ from lm.kernels.triton import launches
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
+# Names of layers: the paper's procedure, the exact solve, and Mamba.
 PAPER, EXACT, MAMBA = "paper's, 10 evaluations", "exact, token by token", "Mamba, our scan"
 PERSISTENT = "exact, persistent kernels"
-LAYERS = {
+LAYERS = {  # layer name → fields of FPRNNConfig
     PAPER: {**PAPER_FIELDS, "tol": 1e-12, "max_iters": 10},
     EXACT: {**EXACT_FIELDS, "schedule": "sequential"},
     MAMBA: {"layers": "mamba"},
 }
-KERNEL_CHOICES = {MAMBA: "triton"}  # FPRNN_KERNELS of a layer on a GPU; the others: auto
+# Value of FPRNN_KERNELS for a layer on a GPU; auto for layers that are missing here.
+KERNEL_CHOICES = {MAMBA: "triton"}
 if find_spec("mamba_ssm"):
     LAYERS["Mamba, mamba-ssm"] = {"layers": "mamba"}
     KERNEL_CHOICES["Mamba, mamba-ssm"] = "mamba_ssm"
@@ -77,12 +79,13 @@ def measure_median(function: Callable[[], None], repeats: int) -> float:
 
 
 def measure_kernels(step: Callable[[], None], device: str) -> dict[str, float]:
-    """Return the mean seconds per launch of each of our kernels, by decreasing total time."""
+    """Return {kernel name: mean seconds per launch}, by decreasing total time; {} on a CPU."""
     if device != "cuda":
         return {}
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
+    # The names of our kernels end in _kernel.
     rows = [row for row in profile.key_averages() if row.key.endswith("_kernel")]
     rows.sort(key=lambda row: -row.self_device_time_total)
     return {row.key: row.self_device_time_total / row.count / 1e6 for row in rows}
@@ -93,27 +96,36 @@ def fit_token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[
 
     The line passes through the smallest and the largest batch. The seconds per token are the
     difference between an exact layer and a Mamba layer, which do the same work except the
-    recurrence. `layers` maps batch sizes to {layer: seconds of a training step}.
+    recurrence.
+
+    Args:
+        layers: {batch size: {layer name: seconds of a training step}}.
+        length: Tokens of a sequence.
+
+    Returns:
+        {"token_s": TOKEN_S, "sequence_s": SEQUENCE_S}; empty if no batch has both layers.
     """
     token_seconds = {
-        batch: (row[EXACT] - row[MAMBA]) / length for batch, row in layers.items() if MAMBA in row
+        batch: (row[EXACT] - row[MAMBA]) / length
+        for batch, row in layers.items()
+        if EXACT in row and MAMBA in row
     }
     if not token_seconds:
         return {}
-    first, last = min(token_seconds), max(token_seconds)
-    rise = token_seconds[last] - token_seconds[first]
-    slope = rise / (last - first) if first < last else 0.0
-    return {"token_s": token_seconds[first] - slope * first, "sequence_s": slope}
+    smallest, largest = min(token_seconds), max(token_seconds)
+    rise = token_seconds[largest] - token_seconds[smallest]
+    slope = rise / (largest - smallest) if smallest < largest else 0.0
+    return {"token_s": token_seconds[smallest] - slope * smallest, "sequence_s": slope}
 
 
-def add_persistent_kernels(
+def time_persistent_kernels(
     layers: dict[int, dict[str, float]],
     kernels: dict[int, dict[str, float]],
     args: argparse.Namespace,
 ) -> None:
-    """Time the exact layer on the persistent kernels, which no other backend may follow.
+    """Time the exact layer on the persistent kernels, and add the times to `layers` and `kernels`.
 
-    After an error in a kernel the process can use the GPU no more.
+    Must run last: after an error in a kernel, the process cannot use the GPU any more.
     """
     os.environ["FPRNN_KERNELS"] = "cuda"
     for batch in args.batches:
@@ -121,16 +133,16 @@ def add_persistent_kernels(
             step = make_layer_step(LAYERS[EXACT], args, batch)
             layers[batch][PERSISTENT] = measure_median(step, args.repeats)
             kernels[batch] |= measure_kernels(step, args.device)
-        except RuntimeError as error:
-            print(f"{batch} sequences, {PERSISTENT}: {error}", flush=True)
         except BackendError as error:
             print(f"{batch} sequences, {PERSISTENT}: left out: {error}", flush=True)
+        except RuntimeError as error:
+            print(f"{batch} sequences, {PERSISTENT}: {error}", flush=True)
+            return
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batches", type=parse_numbers, default=[16, 64], help="default: 16,64")
     parser.add_argument("--length", type=int, default=512)
@@ -153,13 +165,14 @@ def main() -> None:
         for batch in args.batches
     }
     if args.device == "cuda":
-        add_persistent_kernels(layers, kernels, args)
-    has_graph = [schedule.graph is not None for schedule in launches._schedules.values()]
-    rates = fit_token_seconds(layers, args.length)
+        time_persistent_kernels(layers, kernels, args)
+    schedules = launches._schedules.values()  # of launches, one for each shape and pass
+    graph_count = sum(schedule.graph is not None for schedule in schedules)
+    rates = fit_token_seconds(layers, args.length)  # seconds
     record = {
         "rates": rates,
         "kernels": kernels,
-        "graphs": f"{sum(has_graph)} of {len(has_graph)} recorded",
+        "graphs": f"{graph_count} of {len(schedules)} recorded",
         "layers": layers,
     }
     if args.json:
@@ -181,7 +194,8 @@ def main() -> None:
         times = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.items())
         print(f"{batch} sequences, µs per launch: {times}")
     print(f"CUDA graphs: {record['graphs']}")
-    print("lm/common/cards.py: " + ", ".join(f"{k.upper()} = {v:.3g}" for k, v in rates.items()))
+    constants = ", ".join(f"{name.upper()} = {seconds:.3g}" for name, seconds in rates.items())
+    print(f"lm/common/cards.py: {constants}")
     if not all(math.isfinite(seconds) for row in layers.values() for seconds in row.values()):
         sys.exit("a layer's time is not finite")
 

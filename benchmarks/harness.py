@@ -1,8 +1,8 @@
 """Shapes, options, timing, tables and JSON output that the benchmarks share."""
 
 import argparse
+import functools
 import json
-import math
 import os
 import platform
 import subprocess
@@ -19,6 +19,7 @@ from rich.table import Table
 from lm.common.heap import keep_freed_memory
 
 ROOT = Path(__file__).parents[1]
+MIN_REPEATS = 2  # of a slow function
 
 
 class Shape(NamedTuple):
@@ -39,15 +40,16 @@ class Shape(NamedTuple):
 
     def describe(self) -> str:
         return (
-            f"{self.layers} layers, D {self.d_model}, N {self.d_state}, householder {self.rank},"
-            f" batch {self.batch} × {self.length} tokens, vocabulary {self.vocab}, {self.dtype}"
+            f"{self.layers} layers, d_model {self.d_model}, d_state {self.d_state},"
+            f" rank {self.rank}, batch {self.batch} × {self.length} tokens,"
+            f" vocabulary {self.vocab}, {self.dtype}"
         )
 
 
 SHAPES = {
-    "small": Shape(2, 128, 256, 8, 1, 256),
-    "words": Shape(1, 128, 16, 128, 1, 64),
-    "160m": Shape(12, 768, 2048, 16, 2, 50264, "bf16"),
+    "small": Shape(layers=2, d_model=128, length=256, batch=8, rank=1, vocab=256),
+    "words": Shape(layers=1, d_model=128, length=16, batch=128, rank=1, vocab=64),
+    "160m": Shape(layers=12, d_model=768, length=2048, batch=16, rank=2, vocab=50264, dtype="bf16"),
 }
 
 
@@ -63,16 +65,19 @@ def make_parser(doc: str, repeats: int = 15, shape: str = "small") -> argparse.A
         shape: Default of --shape.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default=shape, help=f"{', '.join(SHAPES)}, or several as A,B")
+    parser.add_argument("--shape", default=shape, help=f"A or A,B of {', '.join(SHAPES)}")
     for name in SIZE_OPTIONS:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, help="replaces the value of the shape")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="replaces the value of the shape")
     parser.add_argument(
-        "--threads", type=parse_numbers, default=[1], help="on a CPU; 1,2 measures with each"
+        "--threads",
+        type=parse_numbers,
+        default=[1],
+        help="numbers of CPU threads; 1,2 measures with one thread, then with two",
     )
-    parser.add_argument("--repeats", type=int, default=repeats, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=repeats, help="calls of each function")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -94,13 +99,15 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     The process keeps freed memory, as in training.
 
     Returns:
-        The options, with `shapes` as Shapes, `shape` as the current Shape, `device` as a
-        torch.device, `read_clock` as the clock in seconds, and `machine` as a description of the
-        machine.
+        The options. `shapes` are Shapes, `shape` is the current one, and `device` is a
+        torch.device; `threads` is [0] on a GPU. Further fields: `raw_options` has the options as
+        parsed, `read_clock` returns seconds, and `machine` describes the machine.
     """
     args = parser.parse_args()
     keep_freed_memory()
-    args.arguments = {name: value for name, value in vars(args).items() if value not in (None, "")}
+    args.raw_options = {
+        name: value for name, value in vars(args).items() if value not in (None, "")
+    }
     replaced_sizes = {
         name: getattr(args, name) for name in (*SIZE_OPTIONS, "dtype") if getattr(args, name)
     }
@@ -111,11 +118,11 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args.shape = args.shapes[0]
     available = "cuda" if torch.cuda.is_available() else "cpu"
     args.device = torch.device(available if args.device == "auto" else args.device)
-    args.threads = [0] if args.device.type == "cuda" else args.threads  # 0: leave as it is
+    args.threads = [0] if args.device.type == "cuda" else args.threads  # 0: PyTorch's number
     if args.clock == "cpu" and args.threads != [1]:
         parser.error("--clock cpu sums over threads: use it with --threads 1 on a CPU")
     args.read_clock = time.process_time if args.clock == "cpu" else time.perf_counter
-    args.machine = describe_machine(args)  # now, because commits may follow before the end
+    args.machine = describe_machine(args)  # before the benchmark: a commit may follow while it runs
     torch.manual_seed(0)
     return args
 
@@ -134,13 +141,19 @@ def synchronize(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def time_call(function: Callable[[], Any], args: argparse.Namespace, calls: int = 1) -> float:
-    """Return the seconds of a call, as the mean of `calls` calls in a row."""
-    synchronize(args)
-    start = args.read_clock()
-    for _ in range(calls):
-        function()
-    synchronize(args)
+def time_call(
+    function: Callable[[], Any], args: argparse.Namespace, calls: int = 1
+) -> float | None:
+    """Return the mean seconds of `calls` calls in a row; None if the GPU ran out of memory."""
+    try:
+        synchronize(args)
+        start = args.read_clock()
+        for _ in range(calls):
+            function()
+        synchronize(args)
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
     return (args.read_clock() - start) / calls
 
 
@@ -158,37 +171,37 @@ def time_in_turns(
         functions: Functions by name; those that --rows excludes are not called.
         args: The options.
         calls: Number of calls in a row that are timed together; their mean is one repeat.
-        max_seconds: A function whose repeats took this long is not timed again, but at least twice.
-            If the first call takes longer, it is the only one.
+        max_seconds: After MIN_REPEATS repeats, a function whose repeats took this long in all is
+            not timed again. If its warm-up call took longer, that call is the only measurement.
 
     Returns:
-        {name: shortest time in seconds} and {name: result of the first call}. Both are None if the
-        function ran out of memory.
+        {name: shortest time in seconds} and {name: result of the warm-up call}. Both are None if
+        any call of the function ran out of GPU memory.
     """
     patterns = args.rows.split("|")
     functions = {n: f for n, f in functions.items() if any(part in str(n) for part in patterns)}
-    times: dict[Any, list[float]] = {}
     results = dict.fromkeys(functions)
-    total_seconds = dict.fromkeys(functions, 0.0)  # infinite: do not call again
-    for name, function in functions.items():
-        start = args.read_clock()
-        try:
-            results[name] = function()
-            synchronize(args)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            continue
-        seconds = args.read_clock() - start
-        if seconds > max_seconds:
-            times[name], total_seconds[name] = [seconds], math.inf
-        else:
-            times[name] = []
+    times: dict[Any, list[float]] = {}  # functions that ran out of memory are missing
+
+    def warm_up(name: Any) -> None:
+        results[name] = functions[name]()
+
+    for name in functions:
+        seconds = time_call(functools.partial(warm_up, name), args)
+        if seconds is not None:
+            times[name] = [seconds] if seconds > max_seconds else []
+    repeated_names = [name for name in times if not times[name]]
     for repeat in range(args.repeats):
-        for name, durations in times.items():
-            has_time = total_seconds[name] < max_seconds
-            if has_time or (repeat < 2 and total_seconds[name] < math.inf):
-                durations.append(time_call(functions[name], args, calls))
-                total_seconds[name] += durations[-1] * calls
+        for name in repeated_names.copy():
+            if repeat >= MIN_REPEATS and calls * sum(times[name]) >= max_seconds:
+                continue
+            seconds = time_call(functions[name], args, calls)
+            if seconds is None:
+                repeated_names.remove(name)
+                del times[name]
+                results[name] = None
+            else:
+                times[name].append(seconds)
     return {name: min(times[name]) if name in times else None for name in functions}, results
 
 
@@ -206,7 +219,7 @@ def find_device_name(device: torch.device) -> str:
 
 
 def find_commit() -> str | None:
-    """Return the commit, with + if files in lm differ from it; None outside a checkout."""
+    """Return the commit, followed by + if files in lm differ from it; None outside a checkout."""
 
     def git(*arguments):
         return subprocess.run(
@@ -235,13 +248,13 @@ def describe_machine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def make_title(args: argparse.Namespace, threads: int) -> str:
+def make_title(args: argparse.Namespace, thread_count: int) -> str:
     """Return a description of the measurement: shape, machine and commit."""
     machine = args.machine
-    device = f"{threads} threads" if threads else find_device_name(args.device)
+    threads = f"; {thread_count} threads" if thread_count else ""
     clock = ", processor seconds" if args.clock == "cpu" else ""
     return (
-        f"{args.shape.describe()}; {device}{clock}\n{machine['device']}, load {machine['load']},"
+        f"{args.shape.describe()}{threads}{clock}\n{machine['device']}, load {machine['load']},"
         f" torch {machine['torch']}, commit {machine['commit']}"
     )
 
@@ -265,9 +278,9 @@ def format_ms(seconds: float | None) -> str:
     return f"{seconds * 1e3:,.{digits}f}"
 
 
-def format_ratio(base: float | None, seconds: float | None) -> str:
-    """Return base / seconds as text."""
-    return "–" if not base or not seconds else f"{base / seconds:.2f}×"
+def format_ratio(numerator: float | None, denominator: float | None) -> str:
+    """Return a quotient as text, or – if a number is missing."""
+    return f"{numerator / denominator:.2f}×" if numerator and denominator else "–"
 
 
 def run(
@@ -283,15 +296,16 @@ def run(
         format_rows: Function that formats rows for `print_table`.
     """
     rows: list[dict[str, Any]] = []
-    for count in args.threads:
-        if count:
-            torch.set_num_threads(count)
+    for thread_count in args.threads:
+        if thread_count:
+            torch.set_num_threads(thread_count)
         for shape in args.shapes:
             args.shape = shape
             shape_rows = measure(args)
-            print_table(make_title(args, count), format_rows(shape_rows))
-            rows += [dict(row, shape=shape._asdict(), threads=count) for row in shape_rows]
+            print_table(make_title(args, thread_count), format_rows(shape_rows))
+            conditions = {"shape": shape._asdict(), "threads": thread_count}
+            rows += [row | conditions for row in shape_rows]
     if args.json:
-        record = {"machine": args.machine, "arguments": args.arguments, "rows": rows}
+        record = {"machine": args.machine, "arguments": args.raw_options, "rows": rows}
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(record, indent=1, default=str) + "\n")

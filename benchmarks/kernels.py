@@ -2,7 +2,8 @@
 
 python -m benchmarks.kernels [--shape small --rank 1 --threads 1,2 --json FILE]
 
-Column `in f` is the time of a solve in units of one evaluation of the paper's map f on all tokens.
+Column `vs plain` is the speed relative to plain PyTorch. Column `in f` is the time of a solve in
+units of one evaluation of the paper's map f on all tokens.
 """
 
 import functools
@@ -24,15 +25,14 @@ from lm.model.cell import Coefficients, find_root
 from lm.model.scan import selective_scan
 from tests.oracles import scan_inputs
 
-BACKENDS = ("plain", "auto")  # values of FPRNN_KERNELS
+BACKENDS = ("plain", "auto")  # values of FPRNN_KERNELS; auto: kernels of this device
 
 
 def make_scan_functions(shape: Shape, device: torch.device) -> dict:
     """Return {row name: function} of the selective scan."""
-    size = shape.batch, shape.length, 2 * shape.d_model, shape.d_state
-    tensors = scan_inputs(*size, torch.float32)
-    del tensors["h0"]
-    x, dt, A, B, C = (t.to(device) for t in tensors.values())
+    d_inner = 2 * shape.d_model
+    tensors = scan_inputs(shape.batch, shape.length, d_inner, shape.d_state, torch.float32)
+    x, dt, A, B, C = (tensors[name].to(device) for name in ("x", "dt", "A", "B", "C"))
     # A is transposed in memory, as in the model.
     inputs = [t.requires_grad_() for t in (x, dt, A.t().contiguous().t(), B, C)]
 
@@ -48,18 +48,18 @@ def make_scan_functions(shape: Shape, device: torch.device) -> dict:
 
 def make_root_functions(shape: Shape, device: torch.device) -> dict:
     """Return {row name: function} that finds roots of random equations of two reflections."""
-    equations = [t.to(device) for t in draw_pair_equations(shape.tokens, 0)]
+    equations = [t.to(device) for t in draw_pair_equations(shape.tokens, seed=0)]
     return {"roots": functools.partial(find_root, Coefficients(*equations, FLOOR))}
 
 
 def make_solve_functions(shape: Shape, device: torch.device) -> dict:
-    """Return {row name: function} of the exact solve of a layer and an evaluation of f."""
+    """Return {row name: function} of an evaluation of f and the exact solve of a layer."""
     model = contenders.make_fpmamba(shape._replace(layers=1), glu_in_loop=True).to(device).train()
-    (block,) = contenders.get_blocks(model)
+    block = model.backbone.layers[0].block
     u = torch.randn(shape.batch, shape.length, shape.d_model, device=device)
     y = torch.randn(shape.batch, shape.length, 2 * shape.d_model, device=device)
 
-    def evaluate():
+    def evaluate_f():
         with torch.no_grad():
             return block.step(block.prepare(u), y)
 
@@ -71,10 +71,15 @@ def make_solve_functions(shape: Shape, device: torch.device) -> dict:
         with model.solving(**contenders.EXACT_FIELDS):
             block(u)[0].sum().backward()
 
-    return {"f": evaluate, "solve, forward": forward, "solve, with backward": forward_and_backward}
+    return {
+        "f": evaluate_f,
+        "solve, forward": forward,
+        "solve, with backward": forward_and_backward,
+    }
 
 
 def measure(args) -> list[dict]:
+    """Return a row for each part and backend; times are in seconds, None if not measured."""
     functions = {}
     for make_functions in (make_scan_functions, make_root_functions, make_solve_functions):
         for part, function in make_functions(args.shape, args.device).items():
@@ -84,9 +89,9 @@ def measure(args) -> list[dict]:
     rows = []
     for (part, backend), part_seconds in seconds.items():
         f_seconds = seconds.get(("f", backend)) if part.startswith("solve") else None
-        plain = seconds.get((part, "plain"))
-        row = dict(part=part, backend=backend, seconds=part_seconds, plain=plain, f=f_seconds)
-        rows.append(row)
+        plain_seconds = seconds.get((part, "plain"))
+        row = {"part": part, "backend": backend, "seconds": part_seconds}
+        rows.append(row | {"plain": plain_seconds, "f": f_seconds})
     return rows
 
 

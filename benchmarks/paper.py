@@ -28,13 +28,13 @@ Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class Rule(NamedTuple):
     """Stopping rule and damping of the iteration (App. B.4)."""
 
-    tol: float  # a sequence has converged if its relative residual is below
+    tol: float  # a sequence has converged if its lowest relative residual is below tol
     max_iters: int
-    quantile: float  # this quantile of the sequences' lowest residuals must be below tol
+    quantile: float  # share of the sequences that must have converged
     stepsize: float = 0.99  # initial step size of the damped update
-    stepsize_decay: float = 0.9  # its factor after `patience` iterations without an improvement
+    stepsize_decay: float = 0.9  # factor on it after `patience` iterations without an improvement
     patience: int = 15
-    min_stepsize: float = 1e-3  # the iteration stops below this step size
+    min_stepsize: float = 1e-3  # the iteration stops if all step sizes are below
 
 
 def training_rule(tol: float = 0.1, max_iters: int = 100) -> Rule:
@@ -51,7 +51,7 @@ class Solution(NamedTuple):
     """Result of the iteration."""
 
     y_bld: Tensor
-    iterations: int  # evaluations of the map
+    iterations: int  # evaluations of the map f
     failed_b: Tensor  # bool: the sequence's lowest residual is not below the tolerance
     residual_b: Tensor  # residual of the last evaluation
 
@@ -73,8 +73,8 @@ def solve(evaluate: Callable[[Tensor], Tensor], start_bld: Tensor, rule: Rule) -
     """
     y_bld = start_bld
     stepsize_b = start_bld.new_full((len(start_bld),), rule.stepsize)
-    lowest_b = torch.full_like(stepsize_b, torch.inf)
-    waited_b = torch.zeros_like(stepsize_b, dtype=torch.long)
+    lowest_residual_b = torch.full_like(stepsize_b, torch.inf)
+    stale_count_b = torch.zeros_like(stepsize_b, dtype=torch.long)  # iterations
     iterations = 0
     while True:
         # 1. Evaluate f for all tokens, and compute the residuals.
@@ -87,17 +87,17 @@ def solve(evaluate: Callable[[Tensor], Tensor], start_bld: Tensor, rule: Rule) -
         y_bld = s_b11 * f_bld + (1 - s_b11) * y_bld
 
         # 3. Reduce the step size of sequences without an improvement for `patience` iterations.
-        waited_b = torch.where(residual_b < lowest_b, 0, waited_b + 1)
-        lowest_b = torch.minimum(lowest_b, residual_b)
-        is_stale_b = waited_b >= rule.patience
+        stale_count_b = torch.where(residual_b < lowest_residual_b, 0, stale_count_b + 1)
+        lowest_residual_b = torch.minimum(lowest_residual_b, residual_b)
+        is_stale_b = stale_count_b >= rule.patience
         stepsize_b = torch.where(is_stale_b, stepsize_b * rule.stepsize_decay, stepsize_b)
-        waited_b = torch.where(is_stale_b, 0, waited_b)
+        stale_count_b = torch.where(is_stale_b, 0, stale_count_b)
 
         # 4. Decide for the whole batch.
-        has_converged = torch.quantile(lowest_b, rule.quantile) < rule.tol
-        is_given_up = stepsize_b.max() < rule.min_stepsize
-        if has_converged or is_given_up or iterations >= rule.max_iters:
-            return Solution(y_bld, iterations, lowest_b >= rule.tol, residual_b)
+        has_converged = torch.quantile(lowest_residual_b, rule.quantile) < rule.tol
+        is_step_too_small = stepsize_b.max() < rule.min_stepsize
+        if has_converged or is_step_too_small or iterations >= rule.max_iters:
+            return Solution(y_bld, iterations, lowest_residual_b >= rule.tol, residual_b)
 
 
 def scan_over_time(
@@ -202,8 +202,8 @@ class Block:
 
     def solve(self, inputs: Inputs, rule: Rule) -> Solution:
         """Iterate from zero, in fp32 or wider."""
-        wide = torch.promote_types(inputs.x_bld.dtype, torch.float32)
-        start_bld = torch.zeros_like(inputs.x_bld, dtype=wide)
+        dtype = torch.promote_types(inputs.x_bld.dtype, torch.float32)
+        start_bld = torch.zeros_like(inputs.x_bld, dtype=dtype)
         return solve(lambda y_bld: self.evaluate(inputs, y_bld), start_bld, rule)
 
     def output(self, inputs: Inputs, y_bld: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class Block:
         return F.silu(F.conv1d(x_bdl, weight, bias, groups=len(weight)).mT)
 
     def _mix(self, x_bld: Tensor, previous_bld: Tensor, v_bld: Tensor) -> Tensor:
-        """Return Q v, after generalised Householder reflections I − 2 a u uᵀ in order."""
+        """Return Q v: the generalised Householder reflections I − 2 a u uᵀ, applied in order."""
         options = self.options
         if options.symm_mixer:
             argument = x_bld + previous_bld
@@ -296,7 +296,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.weights = weights
         self.scan = scan
-        self.rule: Rule | None = None  # replaces the rule of the mode
+        self.rule: Rule | None = None  # None: the rule of training or evaluation, by the mode
         self.block(0)  # raises ValueError for unsupported options
 
     @property
@@ -339,13 +339,13 @@ class LanguageModel(nn.Module):
         return Output(logits, loss, Statistics(evaluations, failed))
 
     @torch.no_grad()
-    def greedy(self, prompt: Tensor, new: int) -> Tensor:
-        """Return `new` tokens (b,new) after a prompt (b,l), by greedy decoding.
+    def greedy(self, prompt: Tensor, new_tokens: int) -> Tensor:
+        """Return the ids of new tokens (b,new_tokens) after a prompt (b,l), by greedy decoding.
 
-        The paper has no cache, so that every token solves the whole text again.
+        The paper has no cache, so the whole text is solved again for every token.
         """
         text = prompt
-        for _ in range(new):
+        for _ in range(new_tokens):
             next_token = self(text).logits[:, -1].argmax(-1, keepdim=True)
             text = torch.cat([text, next_token], dim=1)
         return text[:, prompt.shape[1] :]

@@ -3,8 +3,8 @@
 python -m benchmarks.precision [--export DIR --tokens 64 --words 2 --length 256 --device cuda]
 
 The fp32 kernels are also compared with plain PyTorch. The models are the state tracker of the tests
-(S3, trained on up to 16 elements) and, with --export, a language model, which reads this text. In
-bf16, matrix products and their operands have the dtypes of autocast on a GPU; everything else is
+(S3, trained on up to 16 elements) and, with --export, a language model, which reads this docstring.
+In bf16, matrix products and their operands have the dtypes of autocast on a GPU; everything else is
 fp32. On a CPU, Triton's interpreter computes the same, at about ten tokens per second.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-if not torch.cuda.is_available():  # Triton reads it when a kernel is defined
+if not torch.cuda.is_available():  # Triton reads the variable when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch.nn.functional as F
@@ -45,8 +45,8 @@ def make_problems(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(name, load_tracker(schedule="sequential"), ids, answers)
     if args.export:
         model = FPRNNForCausalLM.from_pretrained(args.export).train()
-        text = AutoTokenizer.from_pretrained(args.export)(__doc__ * 20)["input_ids"]
-        ids = torch.tensor([text[: args.tokens + 1]])
+        text_ids = AutoTokenizer.from_pretrained(args.export)(__doc__ * 20)["input_ids"]
+        ids = torch.tensor([text_ids[: args.tokens + 1]])
         name = f"{args.export}, {args.tokens} tokens"
         yield Problem(name, model, ids[:, :-1], ids[:, 1:])
 
@@ -71,31 +71,24 @@ def compare(model: Any, ids: torch.Tensor, targets: torch.Tensor, device: str) -
         return (actual - expected).norm() / expected.norm()
 
     return {
-        "loss off plain": f"{abs(loss / plain_loss - 1):.1e}",
-        "gradient off plain": f"{relative_difference(gradient, plain_gradient):.1e}",
+        "loss vs plain": f"{abs(loss / plain_loss - 1):.1e}",
+        "gradient vs plain": f"{relative_difference(gradient, plain_gradient):.1e}",
         "fp32 loss": f"{loss:.6f}",
         "bf16 loss": f"{bf16_loss:.6f}",
-        "gradient off fp32": f"{relative_difference(bf16_gradient, gradient):.2%}",
+        "gradient bf16 vs fp32": f"{relative_difference(bf16_gradient, gradient):.2%}",
         "cosine": f"{F.cosine_similarity(gradient, bf16_gradient, 0):.5f}",
         "same answers": f"{(answers == bf16_answers).float().mean():.2%}",
-        "right": f"{(bf16_answers == targets).float().mean():.2%}",
+        "right in bf16": f"{(bf16_answers == targets).float().mean():.2%}",
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--export", help="a folder that from_pretrained loads (default: only the tracker)"
-    )
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--export", help="folder of a language model (default: only the tracker)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the text (default: 64)")
-    parser.add_argument(
-        "--words", type=int, default=2, help="number of S3 sequences, 0 for none (default: 2)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=256, help="length of the S3 sequences (default: 256)"
-    )
+    parser.add_argument("--words", type=int, default=2, help="number of S3 sequences (default: 2)")
+    parser.add_argument("--length", type=int, default=256, help="elements of each (default: 256)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if args.device == "cpu":

@@ -6,8 +6,8 @@ python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 -
 
 The equations are random, from untrained layers of the 160M model (d_inner 1,536), and from the
 synthetic runs of --run. A launch waits for its slowest sequence, so the rows also have the mean
-over tokens of the slowest of 16, 64 and 128 sequences. For two reflections, an evaluation of F
-counts as an evaluation of φ.
+over tokens of the slowest of 16, 64 and 128 sequences. With two reflections the certified search
+evaluates F of lm/model/certified_root.py, which counts as an evaluation of φ.
 """
 
 import argparse
@@ -25,7 +25,7 @@ GROUP_SIZES = (16, 64, 128)  # sequences of a launch
 def draw_equations(n: int, seed: int) -> list[Tensor]:
     """Draw equations of one reflection, whose terms span six decades.
 
-    c and m, the constant and linear part of the vector in the norm, have all kinds of angles.
+    The vector in the norm is c + m s; c, m and w are the lengths of c, m and the norm's weight.
 
     Returns:
         The six tensors of `lm.kernels.cpu.roots.find_roots`, r = 1, fp32.
@@ -42,12 +42,13 @@ def draw_equations(n: int, seed: int) -> list[Tensor]:
         return torch.where(uniform(0, 1) < 0.3, log_uniform(-4, 0), uniform(0, 1))
 
     c, m, w = log_uniform(-3, 3), log_uniform(-3, 3), log_uniform(-1, 2)
-    angles = torch.stack([uniform(-1, 1), 1 - log_uniform(-8, 0), log_uniform(-8, 0) - 1, 0 * c])
-    angle = angles.gather(0, uniform(0, 4).long().unsqueeze(0))[0]
+    # Cosine of the angle between c and m: any, near 1, near −1, or 0.
+    cosines = torch.stack([uniform(-1, 1), 1 - log_uniform(-8, 0), log_uniform(-8, 0) - 1, 0 * c])
+    cosine = cosines.gather(0, uniform(0, 4).long().unsqueeze(0))[0]
     alpha = w * c * random_share() * uniform(-1, 1).sign()
     beta = w * m * random_share() * uniform(-1, 2).sign()
     delta = torch.where(uniform(0, 1) < 0.4, 0.0, uniform(-1, 1) * log_uniform(-3, 1))
-    tensors = alpha, beta, delta, c.square() + FLOOR, angle * c * m, m.square()
+    tensors = alpha, beta, delta, c.square() + FLOOR, cosine * c * m, m.square()
     shapes = (n, 1), (n, 1, 1), (n, 1), (n,), (n, 1), (n, 1, 1)
     return [t.float().view(shape) for t, shape in zip(tensors, shapes)]
 
@@ -123,36 +124,34 @@ def print_comparison(name: str, equations: list[Tensor], sequences: int | None) 
     from lm.kernels.cpu.roots import BISECTED, count_evaluations
     from lm.model.cell import Coefficients
 
-    results = []
-    for label, by_picard in (("picard", True), ("certified", False)):
-        solution, counts = count_evaluations(equations, FLOOR, by_picard)
-        results.append(solution)
+    solutions = []
+    for label, uses_picard_only in (("picard", True), ("certified", False)):
+        solution, counts = count_evaluations(equations, FLOOR, uses_picard_only)
+        solutions.append(solution)
         row = f"{name:22} {label:9} mean {counts.double().mean():6.2f}"
         for size in GROUP_SIZES if sequences else ():
             row += f"  slowest of {size} {average_slowest(counts, sequences, size):6.1f}"
         print(f"{row}  bisected {(solution.outcome == BISECTED).double().mean():.4%}")
-    picard, certified = results
+    picard, certified = solutions
     coefficients = Coefficients(*(t.double() for t in equations), FLOOR)
     s = picard.s.double()
-    size = coefficients.size(s, coefficients.phi(s)[1])
-    differs = (picard.s - certified.s).abs().amax(1) > 1e-3 * size  # size: magnitude of the terms
-    by_picard, by_bisection = (
-        (differs & (picard.outcome == outcome)).sum() for outcome in (0, BISECTED)
-    )
+    size = coefficients.size(s, coefficients.phi(s)[1])  # magnitude of φ's terms
+    differs = (picard.s - certified.s).abs().amax(1) > 1e-3 * size
+    bisected_count = (differs & (picard.outcome == BISECTED)).sum()
+    picard_count = (differs & (picard.outcome == 0)).sum()
     print(
-        f"{name:22} roots that differ: {by_picard} found by Picard iteration,"
-        f" {by_bisection} found by bisection"
+        f"{name:22} roots that differ: {picard_count} found by Picard iteration,"
+        f" {bisected_count} found by bisection"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--fuzz", type=int, default=1_000_000)
-    parser.add_argument("--run", nargs="*", default=[])
-    parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--length", type=int, default=64)
+    formatter = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--fuzz", type=int, default=1_000_000, help="number of random equations")
+    parser.add_argument("--run", nargs="*", default=[], help="runs of the synthetic suite")
+    parser.add_argument("--sequences", type=int, default=128, help="sequences of a layer or run")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of a run")
     args = parser.parse_args()
     torch.set_num_threads(1)
     from lm.model.configuration_fprnn import FPRNNConfig
@@ -166,7 +165,7 @@ def main() -> None:
         torch.manual_seed(0)
         config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=1000, d_state=16, mixer_rank=rank)
         model = FPRNNForCausalLM(config).eval()
-        ids = torch.randint(0, 1000, (args.sequences, 36))  # 36 tokens per sequence
+        ids = torch.randint(0, 1000, (args.sequences, 36))  # (sequences, length)
         equations = record_equations(functools.partial(model, input_ids=ids))
         print_comparison(name, equations, args.sequences)
     for run in args.run:

@@ -100,13 +100,13 @@ def describe_launch(kernel, *args, **named):
 
 
 def slice_unaligned(t):
-    """Return t as columns of a wider tensor, at unaligned addresses, as in a projection."""
+    """Return a copy of t as columns of a wider tensor, at unaligned addresses (a projection)."""
     return torch.nn.functional.pad(t, (3, 6))[..., 3:-6]
 
 
 @contextlib.contextmanager
 def record_launches(module):
-    """Collect the launches of `module` as cases, each once, instead of running them."""
+    """Collect the launches of a module by `describe_launch`, each once, instead of running them."""
     cases = []
 
     def record(kernel, programs, *args, **named):
@@ -132,20 +132,20 @@ def compile_kernels(cases, targets=TARGETS):
     """Compile kernels as a launch does, in a new process without the interpreter or a GPU.
 
     Args:
-        cases: Cases of `launch_case`.
-        targets: Compute capabilities.
+        cases: Results of `describe_launch`.
+        targets: Compute capabilities × 10.
 
     Returns:
-        For every case and target {"case", "target", "registers", "warps", "stack", "shared",
-        "copies"}: "stack" is the bytes per thread that do not fit into registers, "copies" the
-        number of asynchronous copies into shared memory.
+        For every case and target a dict. Its "case" and "target" are the arguments; "registers" and
+        "stack" (bytes that do not fit into registers) are per thread, "warps" and "shared" (bytes
+        of shared memory) per program; "copies" counts asynchronous copies into shared memory.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels"]
     stdin = json.dumps([cases, targets])
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def assert_nothing_spills(cases, targets=TARGETS):
@@ -156,6 +156,7 @@ def assert_nothing_spills(cases, targets=TARGETS):
     results = compile_kernels(cases, targets)
     assert len(results) == len(cases) * len(targets) > 0
     assert not [r for r in results if r["stack"] > limits.get(r["case"]["kernel"], 0)]
+    # A warp has 32 threads, and a multiprocessor has 65,536 registers.
     assert all(r["registers"] * 32 * r["warps"] <= 65536 for r in results)
     max_shared = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may share
     assert all(r["shared"] <= max_shared[r["target"]] for r in results)

@@ -11,7 +11,7 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
 
-KERNEL_SIZES = (2, 3, 4)  # for which causal-conv1d is compiled
+KERNEL_SIZES = (2, 3, 4)  # values of k for which causal-conv1d has code
 
 
 def usable() -> tuple[bool, str]:
@@ -25,9 +25,11 @@ def _self_check() -> float:
     taps = torch.linspace(1, -1, 16).view(8, 1, 2).requires_grad_()
     shifted = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
     reference = torch.nn.functional.silu(taps[:, 0, 1] * x + taps[:, 0, 0] * shifted)
-    outputs = short_conv(x, taps), reference
-    results, expected = ((y, *torch.autograd.grad(y.sum(), (x, taps))) for y in outputs)
-    return deviation(results, expected, 1e-4)
+
+    def add_gradients(y):
+        return y, *torch.autograd.grad(y.sum(), (x, taps))
+
+    return deviation(add_gradients(short_conv(x, taps)), add_gradients(reference), 1e-4)
 
 
 def short_conv(
@@ -57,7 +59,7 @@ def short_conv(
     if x.dtype not in triton_build.DTYPES or length == 0 or k not in KERNEL_SIZES or d % 8:
         raise Unsupported(
             f"x is {x.dtype} {tuple(x.shape)}, k = {k}: causal-conv1d takes fp32, fp16 and bf16,"
-            f" a d that 8 divides, and k of {KERNEL_SIZES}"
+            f" at least one token, a d that 8 divides, and k of {KERNEL_SIZES}"
         )
     if segments is not None and before is not None:
         raise Unsupported("causal-conv1d takes documents or inputs before x, not both")

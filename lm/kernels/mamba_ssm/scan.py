@@ -101,18 +101,18 @@ def mamba_scan(
 
 
 def _step_sizes(low_rank, weight):
-    """Return low_rank weightᵀ as (b,d,l), contiguous in l, because other layouts are copied."""
+    """Return low_rank weightᵀ as (b,d,l), contiguous in l: mamba-ssm would copy other layouts."""
     dt = weight.to(low_rank.dtype) @ low_rank.flatten(0, 1).t()  # (d,b·l)
     return dt.unflatten(1, low_rank.shape[:2]).transpose(0, 1)
 
 
 def _check(A, x, *others):
-    """Raise Unsupported if the kernel cannot read A, or x and the others, which need one dtype."""
+    """Raise Unsupported if the kernel cannot read a tensor; x and the others need one dtype."""
     n, dtypes = A.shape[1], {t.dtype for t in (x, *others)}
-    has_dtypes = len(dtypes) == 1 and x.dtype in triton_build.DTYPES and A.dtype == torch.float32
-    if not has_dtypes or x.numel() == 0 or n > MAX_STATES:
+    can_read = len(dtypes) == 1 and x.dtype in triton_build.DTYPES and A.dtype == torch.float32
+    if not can_read or x.numel() == 0 or n > MAX_STATES:
         raise Unsupported(
-            f"x is {tuple(x.shape)}, A {A.dtype} of n = {n}, the others {dtypes}: mamba-ssm's scan"
-            f" takes A in fp32, all other tensors in one dtype, fp32, fp16 or bf16, and n up to"
-            f" {MAX_STATES}"
+            f"x is {tuple(x.shape)}, A is {A.dtype}, n = {n}, the other dtypes are {dtypes}:"
+            " mamba-ssm's scan takes A in fp32, x, Δ, B, C and z in one of fp32, fp16 and bf16, at"
+            f" least one token, and n up to {MAX_STATES}"
         )

@@ -4,10 +4,11 @@
     backward, per chunk:   recompute, states, then for each token, the last first: token_back,
                            product_back
 
-All addresses and the position of the chunk are in a table in the GPU's memory (SLOTS). The
-arguments of a launch are therefore the same for all chunks, layers and passes, so that a CUDA graph
-can be replayed for them. Programs beyond the last token return at once. token.py defines `inputs`
-and `reflections`; `units` are the normalized B and C of a token, (2,g·n).
+All addresses and the position of the chunk are in a table in the GPU's memory; SLOTS names its
+entries. The arguments of a launch are therefore the same for all chunks, layers and passes, so that
+a CUDA graph can be replayed for them. The last chunk may be longer than the sequence: programs
+beyond the last token return at once. token.py defines `inputs` and `reflections`; `units` are the
+normalized B and C of a token, (2,g·n).
 
 Arguments of the kernels: columns K; y_columns k; …_column the first column of a part in a row, as
 in Layout; group_width d/g; headdim the channels of a head; ACT, BC_NORM, eps and others as in
@@ -26,33 +27,34 @@ from lm.kernels.triton.token import (
     FAILED,
     apply_norm,
     backprop_token,
+    clamp_length,
     compute_mixed,
     compute_reflections,
-    max_length,
     solve_equation,
 )
 
-SLOTS = (
-    # Numbers: the chunk's first token, and the tokens of a sequence.
-    *("first", "length"),
-    # Arguments, as in CellArguments; A is (n,d).
-    *("raw", "weight", "x", "dt", "A", "keep", "gate", "D", "norm_weight", "norm_bias"),
-    # Results (b,l,…), and for the backward pass rows (b,l,K), roots (b,l,r), and h before every
-    # chunk (b,chunks,n,d).
-    *("y", "outcome", "rows", "roots", "checkpoints"),
-    # Between two tokens: y_{t−1} (b,d) in W_y's dtype; h_{t−1} (b,n,d) without the addition of
-    # token t−1, which is inflow (b,d) times B; the units of the last even and the last odd token
-    # (b,2,2,g·n). The state of an FP-RNN is y, (b,d).
-    *("y_before", "state", "inflow", "units"),
-    # Gradients of y: given (b,l,d); the largest norm of all λ (b,); through W_y (b,d). Gradient of
-    # the state after the token, μ (b,n,d).
-    *("grad_y", "max_lambda", "d_y_before", "mu"),
-    # Recomputed for a chunk: states after their decay (b,c,n,d), history H C (b,c,d), inflows
-    # (b,c,d), units (b,c,2,g·n). The gradient of a token's units, without B·C (b,2,g·n).
-    *("H", "history", "inflows", "all_units", "d_units"),
-    # Gradients of the arguments; the last three and dA are sums over time.
-    *("d_raw", "dx", "ddt", "dA", "d_gate", "dD", "d_norm_weight", "d_norm_bias"),
-)
+# Numbers: the chunk's first token, and the tokens of a sequence.
+SLOTS: tuple[str, ...] = ("first", "length")
+# Arguments, as in CellArguments; A is (n,d).
+SLOTS += ("raw", "weight", "x", "dt", "A", "keep", "gate", "D", "norm_weight", "norm_bias")
+# Results (b,l,…), and for the backward pass rows (b,l,K), roots (b,l,r), and h before every chunk
+# (b,chunks,n,d).
+SLOTS += ("y", "outcome", "rows", "roots", "checkpoints")
+# Between two tokens: y_{t−1} (b,d) in W_y's dtype; h_{t−1} (b,n,d) without the addition of token
+# t−1, which is inflow (b,d) times B; the units of the last even and the last odd token
+# (b,2,2,g·n). The state of an FP-RNN is y, (b,d).
+SLOTS += ("y_before", "state", "inflow", "units")
+# The caller's gradient of y (b,l,d); the largest norm of all λ (b,), see `_load_lambda`; the
+# gradient of y_{t−1} through W_y (b,d); the gradient of the state after the token, μ (b,n,d).
+SLOTS += ("grad_y", "max_lambda", "d_y_before", "mu")
+# Recomputed for a chunk: states after their decay (b,c,n,d), history H C (b,c,d), inflows (b,c,d),
+# units (b,c,2,g·n). The gradient of a token's units, without its part through B·C (b,2,g·n).
+SLOTS += ("H", "history", "inflows", "all_units", "d_units")
+# Gradients of the arguments; dD, d_norm_weight, d_norm_bias, and dA unless the layer is an FP-RNN
+# are sums over time.
+SLOTS += ("d_raw", "dx", "ddt", "dA", "d_gate", "dD", "d_norm_weight", "d_norm_bias")
+
+# AT_NAME is the index of a slot.
 AT_FIRST, AT_LENGTH = (tl.constexpr(i) for i in range(2))
 AT_RAW, AT_WEIGHT, AT_X, AT_DT, AT_A = (tl.constexpr(i) for i in range(2, 7))
 AT_KEEP, AT_GATE, AT_D, AT_NORM_WEIGHT, AT_NORM_BIAS = (tl.constexpr(i) for i in range(7, 12))
@@ -83,8 +85,8 @@ def aligned_address(table, slot: tl.constexpr, DTYPE: tl.constexpr = FP32):
     return tl.multiple_of(pointer, 16)
 
 
-# Products with W_y, for BLOCK_B sequences and BLOCK_COLUMNS columns of the result; DEPTH entries
-# are summed at once
+# Products with W_y. A program computes BLOCK_B sequences and BLOCK_COLUMNS columns of the result,
+# and sums DEPTH entries at once.
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -205,11 +207,11 @@ def product_back_kernel(
 
 @triton.jit
 def _load_or_default(
-    table, slot: tl.constexpr, offset, is_channel, IS_GIVEN: tl.constexpr, default: tl.constexpr
+    table, slot: tl.constexpr, offset, is_channel, EXISTS: tl.constexpr, default: tl.constexpr
 ):
-    """Load a vector, or return `default` in all channels unless IS_GIVEN."""
+    """Load a vector, or return `default` in all channels if it does not exist."""
     vector = tl.where(is_channel, default, 0.0)
-    if IS_GIVEN:
+    if EXISTS:
         vector = tl.load(address(table, slot) + offset, mask=is_channel, other=0.0)
     return vector
 
@@ -241,8 +243,8 @@ def _normalize_units(
         B = tl.load(row + B_column + g * n + i, mask=mask, other=0.0).to(tl.float32)
         C = tl.load(row + C_column + g * n + i, mask=mask, other=0.0).to(tl.float32)
         if BC_NORM:
-            B /= max_length(tl.sqrt(tl.sum(B * B, 0)), eps)
-            C /= max_length(tl.sqrt(tl.sum(C * C, 0)), eps)
+            B /= clamp_length(tl.sqrt(tl.sum(B * B, 0)), eps)
+            C /= clamp_length(tl.sqrt(tl.sum(C * C, 0)), eps)
         tl.store(units + g * n + i, B, mask=mask)
         tl.store(units + GROUPS * n + g * n + i, C, mask=mask)
         bc = tl.where(channel // group_width == g, tl.sum(B * C, 0), bc)
@@ -368,7 +370,7 @@ def token_kernel(
         bc = _normalize_units(
             row, current_units, B_column, C_column, channel, group_width, eps, n, BC_NORM, GROUPS, N
         )
-        tl.debug_barrier()  # threads read units of other threads
+        tl.debug_barrier()  # threads read units that other threads have written
         inflow = tl.load(inflow_address, mask=is_channel, other=0.0)
         C = current_units + GROUPS * n
         history = tl.zeros([D], tl.float32)
@@ -430,11 +432,11 @@ def add_inflow_kernel(
     channel = tl.program_id(1) * D + tl.arange(0, D)
     is_channel = channel < d
     state = address(table, AT_STATE) + sequence * n * d
-    t = tl.load(table + AT_FIRST)  # the token after the state
+    t = tl.load(table + AT_FIRST)  # the token before which the state is complete
     target = state
     if IS_CHECKPOINT:
-        chunks = (tl.load(table + AT_LENGTH) + chunk - 1) // chunk
-        target = address(table, AT_CHECKPOINTS) + (sequence * chunks + t // chunk) * n * d
+        chunk_count = (tl.load(table + AT_LENGTH) + chunk - 1) // chunk
+        target = address(table, AT_CHECKPOINTS) + (sequence * chunk_count + t // chunk) * n * d
     else:
         t = tl.load(table + AT_LENGTH)
     inflow_address = address(table, AT_INFLOW) + sequence * d + channel
@@ -532,8 +534,8 @@ def states_kernel(
     i = tl.arange(0, STATES)
     mask = (i < n)[:, None] & is_channel[None, :]
     offset = i[:, None] * d + channel[None, :]
-    chunks = (length + chunk - 1) // chunk
-    checkpoint = address(table, AT_CHECKPOINTS) + (sequence * chunks + first // chunk) * n * d
+    chunk_count = (length + chunk - 1) // chunk
+    checkpoint = address(table, AT_CHECKPOINTS) + (sequence * chunk_count + first // chunk) * n * d
     h = tl.load(checkpoint + offset, mask=mask, other=0.0)
     A = _load_decay_rates(table, i, channel, d, n, headdim, KIND)
     for step in range(0, chunk):
@@ -556,7 +558,10 @@ def states_kernel(
 
 @triton.jit
 def _load_lambda(table, token, sequence, channel, d):
-    """Return λ = ∂y_t + its gradient through W_y (D,), and update the sequence's largest ‖λ‖."""
+    """Return λ, the gradient of y_t, and update the sequence's largest ‖λ‖.
+
+    λ (D,) is the sum of the caller's gradient and the gradient through W_y of the next token.
+    """
     offset, is_channel = sequence * d + channel, channel < d
     d_y_before = tl.load(address(table, AT_D_Y_BEFORE) + offset, mask=is_channel, other=0.0)
     grad_y = tl.load(address(table, AT_GRAD_Y) + token * d + channel, mask=is_channel, other=0.0)
@@ -593,7 +598,7 @@ def _backprop_units(
         raw_unit = tl.load(row + column + i, mask=mask, other=0.0).to(tl.float32)
         raw_length = tl.sqrt(tl.sum(raw_unit * raw_unit, 0))
         dot = tl.where(raw_length < eps, 0.0, tl.sum(gradient * unit, 0))
-        gradient = (gradient - dot * unit) / max_length(raw_length, eps)
+        gradient = (gradient - dot * unit) / clamp_length(raw_length, eps)
     tl.store(d_row + column + i, gradient, mask=mask)
 
 
@@ -825,7 +830,7 @@ def token_back_kernel(
             STATES,
         )
         tl.store(ddt_address, ddt, mask=is_channel)
-        tl.debug_barrier()  # threads read units of other threads
+        tl.debug_barrier()  # threads read gradients that other threads have written
         for g in tl.static_range(GROUPS):
             d_bc = tl.sum(tl.where(channel // group_width == g, d_gain * dt, 0.0), 0)
             _backprop_units(

@@ -1,8 +1,8 @@
 """Schedules of kernel launches that are built once and repeated, on a GPU as a CUDA graph.
 
-The exact solve launches two small kernels per token. Launching them one by one from Python would
-take ten times as long as they run. The arguments of a schedule are fixed. Addresses of tensors and
-the position in time change between runs: the kernels read them from a table in the GPU's memory.
+The exact solve launches two small kernels per token. A launch from Python takes ten times as long
+as such a kernel runs. The arguments of a schedule are fixed. Addresses of tensors and the position
+in time change between runs: the kernels read them from a table in the GPU's memory.
 """
 
 import collections
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
     """One launch of a kernel."""
 
     kernel: Any
-    grid: tuple[int, ...]  # numbers of programs along its axes
+    grid: tuple[int, ...]  # number of programs along each axis
     args: dict[str, Any]  # all arguments except the table
 
 
@@ -35,7 +35,8 @@ class Schedule:
     the kernels one by one.
 
     Args:
-        table: int64 tensor that `write_table` writes and the kernels read. `run` writes entry 0.
+        table: int64 tensor that the kernels read. `run` writes the chunk's first token into entry
+            0, and `write_table` writes all entries.
         launches: The launches. The arguments of a kernel are the table and constants.
     """
 
@@ -77,6 +78,7 @@ class Schedule:
         record_stream.wait_stream(caller_stream)
         try:
             with torch.cuda.stream(record_stream):
+                # thread_local: other threads may use CUDA during the recording.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self._launch_all()

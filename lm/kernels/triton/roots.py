@@ -2,9 +2,12 @@
 
 A token's equation s = φ(s) = (α + Β s) / √D(s) + δ, D(s) = γ0 + 2 γ1·s + sᵀ Γ2 s, has r unknowns
 (lm/model/cell.py). Plain PyTorch searches for all roots together, with some fifty small kernels for
-each of up to three hundred steps; here each program finishes its own tokens. The search uses fp64
-for any dtype of the coefficients: near a fold a rounding error would select another root. It has
-the steps of cell_root.h, except that it proves roots to be Picard's only for r = 1, not for r = 2.
+each of up to three hundred steps; here each program finishes its own tokens.
+
+Picard's root is the root to which damped Picard from zero converges. The search uses fp64 for any
+dtype of the coefficients: near a fold, where two roots meet, a rounding error would select another
+root. The search has the steps of cpu/cell_root.h, except that it proves that a root is Picard's
+only for r = 1, not for r = 2.
 
 ψ = φ(s) − s. An `equation` is the tuple (α, Β, δ, γ0, γ1, Γ2, lower bound of D) of T tokens.
 
@@ -26,9 +29,9 @@ from lm.kernels.cpu.roots import MAX_RANK, Roots
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
-# Constants with the names and values of lm/model/cell.py and its `Rule`, where they are explained;
-# test_constants.py compares them. Triton 3.7's interpreter cannot multiply a constexpr by a tensor:
-# put the tensor first.
+# cell.py, certified_root.py and solver.py (`Rule`) of lm/model define and explain these constants;
+# test_constants.py compares the values. Triton 3.7's interpreter cannot multiply a constexpr by a
+# tensor: put the tensor first.
 MAX_PICARD_STEPS, MAX_NEWTON_STEPS = tl.constexpr(300), tl.constexpr(10)
 MAX_DIRECT_STEPS, BISECTIONS, MAX_GAIN = tl.constexpr(12), tl.constexpr(60), tl.constexpr(20.0)
 STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
@@ -75,7 +78,7 @@ def _evaluate(s, equation):
 
 @triton.jit
 def _eliminate(M, b, R: tl.constexpr):
-    """Solve M x = b by Gauss-Jordan elimination with row exchanges: (T,R,R), (T,R), (T,R)."""
+    """Solve M (T,R,R) x = b (T,R) by Gauss-Jordan elimination with row exchanges."""
     row = tl.arange(0, R)[None, :]
     column = tl.arange(0, R)[None, None, :]
     for k in range(R):
@@ -114,7 +117,8 @@ def _identity_minus_slope(beta, numerator, slant, inverse, R: tl.constexpr):
 def _attracts(M, R: tl.constexpr):
     """Return whether all eigenvalues of M = I − φ′ have a positive real part (T,).
 
-    The characteristic polynomial (Faddeev and LeVerrier) and Routh's array decide it.
+    They do if the first column of Routh's array is positive. The array is computed from the
+    characteristic polynomial of −M, which the method of Faddeev and LeVerrier computes.
     """
     row = tl.arange(0, R)[None, :]
     eye = row[:, :, None] == row[:, None, :]
@@ -154,7 +158,7 @@ def _try_newton(
         s: Points, (T,R).
         tries_newton: Mask of the tokens to solve, (T,).
         residual: Residuals at s, (T,).
-        q: Contraction of Picard, (T,).
+        q: Ratio of the last two residuals of Picard, (T,).
         equation: The equations.
         eps: Machine epsilon of the coefficients, (T,).
         MAX_STEPS: Number of steps.
@@ -167,7 +171,7 @@ def _try_newton(
     start = s
     max_move = (2.0 * residual / (1.0 - q))[:, None]
     has_root = tries_newton & (residual < 0.0)  # none yet
-    psi, numerator, slant, inverse, current, scale = _evaluate(s, equation)
+    psi, numerator, slant, inverse, current_residual, scale = _evaluate(s, equation)
     M = _identity_minus_slope(beta, numerator, slant, inverse, R)
     step_count = 0
     while (step_count < MAX_STEPS) & _any(tries_newton):
@@ -176,18 +180,18 @@ def _try_newton(
         is_near = tl.sum((tl.abs(ahead - start) <= max_move).to(tl.int32), 1) == R
         tries_newton = tries_newton & is_near
         next_psi, numerator, slant, inverse, next_residual, next_scale = _evaluate(ahead, equation)
-        is_halved = next_residual <= current / 2.0
-        is_better = tries_newton & (is_halved | (next_residual < current))
+        is_halved = next_residual <= current_residual / 2.0
+        is_better = tries_newton & (is_halved | (next_residual < current_residual))
         s = tl.where(is_better[:, None], ahead, s)
         psi = tl.where(is_better[:, None], next_psi, psi)
         M = tl.where(
             is_better[:, None, None], _identity_minus_slope(beta, numerator, slant, inverse, R), M
         )
-        current = tl.where(is_better, next_residual, current)
+        current_residual = tl.where(is_better, next_residual, current_residual)
         scale = tl.where(is_better, next_scale, scale)
         # 2. Check whether the point is a root, and whether the root attracts.
-        is_stalled = (current <= eps * scale * SOLVED) & (is_halved == 0)
-        is_at_rounding = (current <= eps * scale * ROUNDING) | is_stalled
+        is_stalled = (current_residual <= eps * scale * SOLVED) & (is_halved == 0)
+        is_at_rounding = (current_residual <= eps * scale * ROUNDING) | is_stalled
         is_done = tries_newton & is_at_rounding
         if _any(is_done):
             has_root = has_root | (is_done & _attracts(M, R))
@@ -218,10 +222,10 @@ def _find_by_bisection(equation, eps, R: tl.constexpr):
     s = _eliminate(eye - low[:, None, None] * beta, low[:, None] * alpha + delta, R)
     is_active = low > 0.0
     for _ in range(MAX_NEWTON_STEPS):
-        psi, numerator, slant, inverse, previous, scale = _evaluate(s, equation)
+        psi, numerator, slant, inverse, residual, scale = _evaluate(s, equation)
         ahead = s + _eliminate(_identity_minus_slope(beta, numerator, slant, inverse, R), psi, R)
         _, _, _, _, next_residual, _ = _evaluate(ahead, equation)
-        is_active = is_active & (previous > eps * scale * ROUNDING) & (next_residual < previous)
+        is_active = is_active & (residual > eps * scale * ROUNDING) & (next_residual < residual)
         s = tl.where(is_active[:, None], ahead, s)
     _, _, _, _, residual, scale = _evaluate(s, equation)
     return s, residual <= eps * scale * SOLVED
@@ -235,7 +239,11 @@ def _compute_radicand(s, equation):
 
 @triton.jit
 def _has_no_zero(c0, c1, c2, c3):
-    """Return whether the Bernstein coefficients of cubics on [0, 1] have the same sign."""
+    """Return whether c0 + c1 x + c2 x² + c3 x³ is proven to have no zero on [0, 1].
+
+    The proof is that its Bernstein coefficients b have the same sign.
+    """
+    # b0 = c0; b1 and b2 are three times as large as the coefficients.
     b1 = c0 * 3.0 + c1
     b2 = b1 + c1 + c2
     b3 = c0 + c1 + c2 + c3
@@ -247,7 +255,8 @@ def _has_no_zero(c0, c1, c2, c3):
 def _is_picards_root(equation, phi_0, root):
     """Return whether damped Picard from zero converges to a root (T,).
 
-    lm/model/certified_root.py explains the steps. phi_0: φ(0), (T,).
+    lm/model/certified_root.py explains the steps. phi_0: φ(0), (T,). Equations with a negative
+    root are mirrored, so that `r` = |root| is their root. n0 + n1 s has the sign of φ′(s).
     """
     side = tl.where(root < 0.0, -1.0, 1.0)
     alpha = equation[0] * side
@@ -302,7 +311,7 @@ def _find_directly(equation, is_token, eps):
     """Find roots by Newton, and prove that they are Picard's.
 
     One loop serves both starting points: a token that Newton from zero has not solved starts again
-    at the largest φ, or at the limit of φ.
+    at φ's extremum, or at φ's limit.
 
     Args:
         equation: Seven tensors (T,).
@@ -317,7 +326,7 @@ def _find_directly(equation, is_token, eps):
     s = root
     is_proven = is_token & (root > 0.0)  # none yet
     is_active = is_token
-    previous = root + float("inf")
+    previous_residual = root + float("inf")
     phi_0 = alpha / tl.sqrt(tl.where(gamma0 < floor, floor, gamma0)) + delta
     step_count = (root * 0.0).to(tl.int32)  # since the last start
     is_second_start = root > 0.0
@@ -334,7 +343,7 @@ def _find_directly(equation, is_token, eps):
         residual = tl.abs(psi)
         # 2. Check whether Newton has converged.
         is_sound = (one_minus_slope > 0.0) & (residual < float("inf"))
-        is_halved = residual <= previous / 2.0
+        is_halved = residual <= previous_residual / 2.0
         is_stalled = (is_halved == 0) & (residual <= eps * scale * SOLVED)
         is_at_rounding = residual <= eps * scale * ROUNDING
         is_at_rounding = is_at_rounding & (residual < float("inf"))
@@ -346,15 +355,15 @@ def _find_directly(equation, is_token, eps):
         is_proven = is_proven | is_zero_root
         if _any(is_done):
             is_proven = is_proven | (is_done & _is_picards_root(equation, phi_0, root))
-        # 3. Continue, or restart from the second point.
+        # 3. Continue, or restart from the second point: φ's extremum or its limit.
         is_active = is_active & (is_proven == 0)
         is_stuck = is_active & (is_done | (is_sound == 0) | (step_count == MAX_DIRECT_STEPS - 1))
         needs_restart = is_stuck & (is_second_start == 0)
         is_active = is_active & ((is_stuck & is_second_start) == 0)
-        previous = tl.where(needs_restart, float("inf"), residual)
+        previous_residual = tl.where(needs_restart, float("inf"), residual)
         s = ahead
         if _any(needs_restart):
-            n0 = beta * gamma0 - alpha * gamma1
+            n0 = beta * gamma0 - alpha * gamma1  # n0 + n1 s has the sign of φ′(s)
             n1 = beta * gamma1 - alpha * gamma2
             side = tl.where(phi_0 < 0.0, -1.0, 1.0)
             limit = delta + beta * side / tl.sqrt(gamma2)
@@ -415,9 +424,9 @@ def search(equation, is_token, eps, R: tl.constexpr):
         is_active = is_active & (is_done == 0) & (is_nonfinite == 0)
         root = tl.where(is_done[:, None], s, root)
         q = residual / previous_residual
+        contracts = (q > 0.0) & (q < MAX_PICARD_RATIO)
         is_near = residual / (1.0 - q) <= scale * MAX_NEWTON_DISTANCE
-        is_near = (q > 0.0) & (q < MAX_PICARD_RATIO) & is_near
-        tries_newton = is_active & is_near
+        tries_newton = is_active & contracts & is_near
         if _any(tries_newton):
             ahead, has_root = _try_newton(
                 s, tries_newton, residual, q, equation, eps, MAX_NEWTON_STEPS, R
@@ -454,19 +463,20 @@ def _roots_kernel(
     gamma0,  # in (n,)
     gamma1,  # in (n,r)
     gamma2,  # in (n,r,r)
-    out,  # out (n,r)
-    outcome_out,  # out (n,) of uint8
-    tokens,
+    roots,  # out (n,r)
+    outcomes,  # out (n,) of uint8
+    n,
     r,
     floor,
     eps,
     R: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """Solve the equations of TOKENS tokens; see `find_roots`."""
     # 1. Load the equations; entries beyond r are zero, and so is their solution.
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row = tl.arange(0, R)
-    is_token = token < tokens
+    is_token = token < n
     mask = is_token[:, None] & (row < r)[None, :]
     offset = token[:, None] * r + row[None, :]
     matrix_mask = mask[:, :, None] & (row < r)[None, None, :]
@@ -483,9 +493,9 @@ def _roots_kernel(
     # 2. Find the roots.
     equation = (alpha, beta, delta, gamma0, gamma1, gamma2, floor)
     root, has_root, is_bisected = search(equation, is_token, eps, R)
-    tl.store(out + offset, root.to(tl.float32), mask=mask)
+    tl.store(roots + offset, root.to(tl.float32), mask=mask)
     outcome = tl.where(has_root, tl.where(is_bisected, BISECTED, 0), FAILED)
-    tl.store(outcome_out + token, outcome.to(tl.uint8), mask=is_token)
+    tl.store(outcomes + token, outcome.to(tl.uint8), mask=is_token)
 
 
 def find_roots(
@@ -530,8 +540,9 @@ def find_roots(
     )
     inputs = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     padded_r = triton.next_power_of_2(r)
-    # One entry of a token's matrix per thread: in fp64 the registers do not hold more. With two
-    # reflections two warps: ptxas spills 112 bytes per thread in programs of one warp.
+    # One entry of a token's matrix per thread: in fp64 the registers do not hold more. A matrix of
+    # eight reflections fills two warps. With two reflections, programs of one warp would spill 112
+    # bytes per thread.
     num_warps = 2 if padded_r in (2, 8) else 1
     program_tokens = 32 * num_warps // padded_r**2
     s = alpha.new_empty((n, r), dtype=torch.float32)

@@ -1,14 +1,15 @@
 """The `selective_scan` kernel for GPUs: Mamba-1's scan with its gradient, in Triton.
 
-Shape suffixes: b batch, l length, d channels, n states; k chunks of time, t tiles (of TILE steps).
+Shape suffixes: b batch, l length, d channels, n states; k chunks of time, t tiles of TILE steps. A
+step is a token.
 
     h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
 
 lm.model.scan.selective_scan computes the same in plain PyTorch and is the oracle of the tests. A
 program goes through time with the states of BLOCK_D channels in registers: each column of the (n,d)
-tile belongs to one thread, so that y needs no exchange between threads. A sequential loop leaves
-most of a GPU idle unless sequences × channels are many. Long inputs are cut into k chunks
-(`_chunk_length`):
+tile belongs to one thread, so that y needs no exchange between threads. The loop over time leaves
+most of a GPU idle if the batch has few sequences and channels. Long inputs are then cut into k
+chunks (`_chunk_length`):
 
     1. `_scan_kernel` computes the final state of every chunk except the last, from a zero state,
        and the chunk's decay exp(A Σdt).
@@ -58,11 +59,11 @@ def _scan_kernel(
     tile_states,  # out (b,t,n,d): the state at the border of every tile
     final_state,  # out (b,n,d): the state after the last chunk
     length,
-    chunk,
-    chunks,
+    chunk,  # steps of a chunk
+    chunks,  # number of chunks
     d,
     n,
-    zero,
+    zero,  # 0
     value_stride_b,
     value_stride_l,
     dt_stride_b,
@@ -116,7 +117,7 @@ def _scan_kernel(
     if initial_states is not None:
         h = tl.load(initial_states + state_offset, mask=mask, other=0.0)
     total_dt, total_log_keep = tl.zeros([BLOCK_D], tl.float32), 0.0
-    next_end = tl.where(steps > 0, d, 0)
+    next_end = tl.where(steps > 0, d, 0)  # channels to load for the next step; 0 after the last
     next_value = tl.load(value + channel, mask=channel < next_end, other=0.0)
     next_dt = tl.load(dt + channel, mask=channel < next_end, other=0.0)
     # 4. For each step: store the state at a tile's border, update the state, and compute y.
@@ -231,7 +232,7 @@ def _grad_kernel(
     """Compute all gradients of one tile, TILE steps and BLOCK_D channels, from h_tiles and p_tiles.
 
     The loops over the steps are unrolled, and a tuple has one entry per step, in the order of time;
-    dus and ddts are in reverse order. u = Δ x.
+    dus and ddts are in reverse order. Δ is dt, u = Δ x.
     """
     block, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     tile, tiles = tl.program_id(1), tl.num_programs(1)
@@ -245,7 +246,7 @@ def _grad_kernel(
     # 1. Load the steps of the tile: u, Δ and the gradient of y, each (BLOCK_D,).
     us, dts, grads_y, log_keeps, dus, ddts = (), (), (), (), (), ()
     for j in tl.static_range(TILE):
-        # Beyond the end dt = 0 and grad_y = 0: states and cotangents pass through unchanged.
+        # Beyond the end dt = 0 and grad_y = 0: h and p pass through unchanged.
         is_step = channel < tl.where(start + j < length, d, 0)
         dt_t = tl.load(dt + j * dt_stride_l + channel, mask=is_step, other=0.0).to(tl.float32)
         dts += (dt_t,)
@@ -272,7 +273,7 @@ def _grad_kernel(
         Bs, Cs, decays, hs = (), (), (), (h,)
         for j in tl.static_range(TILE):
             Bs += (tl.load(B + BC_offset + j),)
-            Cs += (tl.load(C + BC_offset + j),)  # here: loads must not overtake the stores below
+            Cs += (tl.load(C + BC_offset + j),)  # not below: loads must not overtake the stores
             exponent = dts[j] * (A_s * LOG2E)
             if keep is not None:
                 exponent += log_keeps[j]
@@ -370,7 +371,8 @@ def _count_chunks(length, chunk):
 
 def _compute_initial_states(value, dt, A, vector, keep, initial_state, chunk, reverse=False):
     """Return the states before the chunks, (b,k,n,d); with one chunk `initial_state`, (b,n,d)."""
-    b, chunks, entries, block = value.shape[0], _count_chunks(value.shape[1], chunk), A.numel(), 256
+    b, chunks, entries = value.shape[0], _count_chunks(value.shape[1], chunk), A.numel()
+    block = 256  # entries of a program
     if chunks == 1:
         return initial_state
     states, decays = value.new_empty(2, b, chunks, *A.shape, dtype=torch.float32)
@@ -410,7 +412,9 @@ def _launch_scan(
     """Launch `_scan_kernel`; its arguments that are None are neither read nor written."""
     (b, length, d), n, chunks = value.shape, A.shape[0], _count_chunks(value.shape[1], chunk)
     block_d, block_n, num_warps = _block_sizes(d, n)
+    # No chunk needs the final state of the last one.
     grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
+    C_strides = (0, 0) if C is None else C.stride()[:2]
     launch(
         _scan_kernel,
         grid,
@@ -435,7 +439,7 @@ def _launch_scan(
         *value.stride()[:2],
         *dt.stride()[:2],
         *vector.stride()[:2],
-        *((0, 0) if C is None else C.stride()[:2]),
+        *C_strides,
         REVERSE=reverse,
         TILE=TILE,
         BLOCK_D=block_d,
@@ -462,15 +466,16 @@ def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
     h_tiles, p_tiles = x.new_empty(2, b, tiles, n, d, dtype=torch.float32)
     _launch_scan(x, dt, A, B, keep, chunk, initial_states=states, tile_states=h_tiles)
     dh0 = torch.empty_like(grad_final)
-    scan = grad_y, dt, A, C, keep
-    p = _compute_initial_states(*scan, grad_final, chunk, reverse=True)
-    _launch_scan(*scan, chunk, reverse=True, initial_states=p, tile_states=p_tiles, final_state=dh0)
+    reverse_inputs = grad_y, dt, A, C, keep
+    p_states = _compute_initial_states(*reverse_inputs, grad_final, chunk, reverse=True)
+    outputs = dict(tile_states=p_tiles, final_state=dh0)
+    _launch_scan(*reverse_inputs, chunk, reverse=True, initial_states=p_states, **outputs)
 
     block_d = min(32, triton.next_power_of_2(d))  # one warp, so that sums over d stay within it
     blocks = triton.cdiv(d, block_d)
-    BC_tiles = x.new_zeros(2, b, n, tiles * TILE, dtype=torch.float32)
-    for t, source in zip(BC_tiles, (B, C)):
-        t[..., :length] = source.transpose(1, 2)
+    padded_BC = x.new_zeros(2, b, n, tiles * TILE, dtype=torch.float32)
+    for padded, t in zip(padded_BC, (B, C)):
+        padded[..., :length] = t.transpose(1, 2)
     dBC = x.new_empty(2, blocks, b, n, tiles * TILE, dtype=torch.float32)
     dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
     launch(
@@ -479,7 +484,7 @@ def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
         x,
         dt,
         A,
-        *BC_tiles,
+        *padded_BC,
         keep,
         grad_y,
         h_tiles,
@@ -517,7 +522,8 @@ class _SelectiveScan(torch.autograd.Function):
         grad_final = grad_final.transpose(1, 2).contiguous()
         grads = _backward(*ctx.saved_tensors, make_dense(grad_y), grad_final)
         dx, ddt, dA, dB, dC, dh0 = (
-            None if dtype is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes)
+            None if dtype is None else t.to(dtype)  # None: there is no h0
+            for t, dtype in zip(grads, ctx.dtypes)
         )
         return dx, ddt, dA.t(), dB, dC, None if dh0 is None else dh0.transpose(1, 2), None
 

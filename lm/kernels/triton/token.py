@@ -88,7 +88,7 @@ def pairwise_products(a, b, R: tl.constexpr):
 
 @triton.jit
 def combine_rows(matrix, tile, R: tl.constexpr):
-    """Return matrixᵀ · tile, (R,D)."""
+    """Return matrixᵀ · tile, (R,D), for a matrix (R,R)."""
     result = tl.zeros_like(tile)
     row = tl.arange(0, R)[:, None]
     for j in tl.static_range(R):
@@ -97,8 +97,8 @@ def combine_rows(matrix, tile, R: tl.constexpr):
 
 
 @triton.jit
-def max_length(length, eps):
-    """Return max(length, eps), or NaN for NaN."""
+def clamp_length(length, eps):
+    """Return max(length, eps); NaN stays NaN."""
     return tl.where(length < eps, eps, length)
 
 
@@ -133,7 +133,7 @@ def compute_reflections(
     raw_vectors = tl.load(vectors, mask=mask, other=0.0).to(tl.float32)
     u = activate(raw_vectors, ACT)
     vector_lengths = tl.sqrt(tl.sum(u * u, 1))
-    u = u / tl.where(is_reflection, max_length(vector_lengths, eps), 1.0)[:, None]
+    u = u / tl.where(is_reflection, clamp_length(vector_lengths, eps), 1.0)[:, None]
     a = tl.load(row + gates_column + i, mask=is_reflection, other=0.0).to(tl.float32)
     a = tl.where(is_reflection, scale * tl.sigmoid(a), 0.0)
     gram = tl.zeros([R, R], tl.float32)
@@ -160,15 +160,15 @@ def compute_reflections(
 
 @triton.jit
 def subtract_mean(v, channel, d, NORM: tl.constexpr):
-    """Subtract the mean of v (·,D) if the norm is LayerNorm; zero beyond d."""
+    """Return v (·,D), minus its mean over the channels if the norm is LayerNorm; zero beyond d."""
     if NORM == "layer":
         v = tl.where((channel < d)[None, :], v - (tl.sum(v, 1) / d)[:, None], 0.0)
     return v
 
 
 @triton.jit
-def _is_gain_limited(M, r: tl.constexpr, R: tl.constexpr):
-    """Return whether ‖M⁻¹‖ is above MAX_GAIN or NaN. M: (1,R,R)."""
+def _exceeds_max_gain(M, r: tl.constexpr, R: tl.constexpr):
+    """Return whether the Frobenius norm of M⁻¹ is above MAX_GAIN or NaN. M: (1,R,R)."""
     row = tl.arange(0, R)[None, :]
     squares = tl.sum(tl.sum(M, 2), 1) * 0.0
     for j in tl.static_range(r):
@@ -182,7 +182,8 @@ def solve_equation(reflections, inputs, history, gain, channel, d, norm_eps, NOR
     """Solve s = U y with y = norm(gate ⊙ (history + gain ⊙ x̃)); see lm/model/cell.py.
 
     Returns:
-        s (R,), and the outcome, an int32.
+        s (R,), and the outcome, an int32: 0, BISECTED or FAILED. GRAD_LIMITED is added if the
+        gradient may be shortened, because ‖(I − φ′)⁻¹‖ exceeds MAX_GAIN.
     """
     u, _, _, _, _, _, T, _, Ux = reflections
     x, _, gate, _, norm_weight, norm_bias = inputs
@@ -216,7 +217,7 @@ def solve_equation(reflections, inputs, history, gain, channel, d, norm_eps, NOR
         outcome = tl.where(has_root, tl.where(is_bisected, BISECTED, 0), FAILED)
         _, numerator, slant, inverse, _, _ = _evaluate(s, equation)
         M = _identity_minus_slope(beta, numerator, slant, inverse, R)
-    outcome = tl.where(has_root & _is_gain_limited(M, r, R), outcome + GRAD_LIMITED, outcome)
+    outcome = tl.where(has_root & _exceeds_max_gain(M, r, R), outcome + GRAD_LIMITED, outcome)
     return tl.sum(s, 0).to(tl.float32), tl.sum(outcome, 0)
 
 
@@ -271,8 +272,8 @@ def _backprop_root(
     """Backpropagate from y and x̃ to the root s.
 
     Returns:
-        η (R,). With g, the product of λ + Uᵀ η and the norm's weight: the means of g and of
-        g ⊙ normed over the channels. A mean that the norm does not need is 0.
+        η (R,), and the means of g and of g ⊙ normed over the channels, where g is
+        (λ + Uᵀ η) ⊙ the norm's weight. A mean that the norm does not need is 0.
     """
     u, _, _, _, _, _, T, _, _ = reflections
     _, _, gate, _, norm_weight, _ = inputs
@@ -382,7 +383,7 @@ def backprop_token(
 
     Returns:
         The gradients of history, gain, gate, x, the vectors before act (R,D), the gates a before
-        the sigmoid (R,), the norm's weight and its bias; and x̃.
+        the sigmoid (R,), the norm's weight and its bias (which is the gradient of y); and x̃.
     """
     u, raw_vectors, vector_lengths, _, _, _, _, _, _ = reflections
     x, _, gate, _, norm_weight, norm_bias = inputs
@@ -423,7 +424,7 @@ def backprop_token(
     if SEQUENTIAL and R > 1:
         d_u += combine_rows(d_gram, u, R)
     dots = tl.where(vector_lengths < eps, 0.0, tl.sum(d_u * u, 1))
-    d_u = (d_u - u * dots[:, None]) / max_length(vector_lengths, eps)[:, None]
+    d_u = (d_u - u * dots[:, None]) / clamp_length(vector_lengths, eps)[:, None]
     d_vectors = d_u * activate_grad(raw_vectors, ACT)
     d_gain, d_gate, d_norm_weight = d_history * mixed, d_gated * ungated, d_y * normed
     return d_history, d_gain, d_gate, dx, d_vectors, d_a, d_norm_weight, d_y, mixed

@@ -7,12 +7,11 @@ of tokens from the last to the first, and recomputes the states of a chunk from 
 The launches of a chunk are recorded as a CUDA graph (launches.py). The gradient of W_y is one
 product at the end. The host never waits for the GPU.
 
-Products use W_y's dtype and accumulate in fp32; rows are stored in raw's dtype; everything else is
-fp32. A sequence gives the same bits in any batch, unless its position in a block of `tl.dot`
-changes them.
+Products use W_y's dtype and accumulate in fp32; rows (raw plus the product) are stored in raw's
+dtype; everything else is fp32. The result of a sequence has the same bits in any batch, unless the
+position of the sequence in a block of `tl.dot` changes them.
 
-Shape suffixes: b batch, l length, d channels, n states, g groups, r reflections, K columns of raw,
-k columns of raw that depend on y_{t−1} (the first ones), c steps of a chunk.
+Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw.
 """
 
 import functools
@@ -93,7 +92,7 @@ class Plan(NamedTuple):
             "C_column": self.layout.C,
             "scale": options.scale,
             "eps": options.eps,
-            "kappa": options.contractive or 0.0,
+            "kappa": options.contractive or 0.0,  # 0: no bound
             "headdim": sizes.d // sizes.heads,
             "d": sizes.d,
             "n": sizes.n,
@@ -107,11 +106,11 @@ class Plan(NamedTuple):
             "R": triton.next_power_of_2(options.rank),
             "D": triton.next_power_of_2(sizes.d),
             "N": triton.next_power_of_2(sizes.n),
-            "STATES": min(4, triton.next_power_of_2(sizes.n)),
+            "STATES": min(4, triton.next_power_of_2(sizes.n)),  # loaded at once
         }
 
     def norm_arguments(self) -> dict[str, Any]:
-        """Return further arguments of the two kernels that compute the norm."""
+        """Return further arguments of token_kernel and token_back_kernel."""
         return {
             "HAS_KEEP": "keep" in self.optional_names,
             "HAS_GATE": "gate" in self.optional_names,
@@ -138,14 +137,20 @@ class Plan(NamedTuple):
 
 
 def _product_arguments(plan, depth, max_block_depth=128):
-    """Return the block sizes and dtypes of a product that sums `depth` entries."""
+    """Return the arguments of both product kernels, for a product that sums `depth` entries."""
+    sizes = plan.sizes
     return {
+        "b": sizes.b,
+        "d": sizes.d,
+        "columns": sizes.columns,
+        "y_columns": sizes.y_columns,
         "HAS_KEEP": "keep" in plan.optional_names,
         "WEIGHT_DTYPE": TRITON_DTYPES[plan.weight_dtype],
         "ROW_DTYPE": TRITON_DTYPES[plan.raw_dtype],
         "PRODUCT_DTYPE": TRITON_DTYPES[torch.float32 if INTERPRETED else plan.weight_dtype],
         "PRECISION": plan.precision,
-        "BLOCK_B": max(16, min(64, triton.next_power_of_2(plan.sizes.b))),
+        # tl.dot needs at least 16 entries along each axis.
+        "BLOCK_B": max(16, min(64, triton.next_power_of_2(sizes.b))),
         "BLOCK_COLUMNS": 16,
         "DEPTH": max(16, min(max_block_depth, triton.next_power_of_2(depth))),
         "num_warps": 4,
@@ -154,10 +159,9 @@ def _product_arguments(plan, depth, max_block_depth=128):
 
 def _product_grid(plan, columns):
     """Return the grid of a product whose result has `columns` columns."""
-    blocks = _product_arguments(plan, 1)
-    return triton.cdiv(columns, blocks["BLOCK_COLUMNS"]), triton.cdiv(
-        plan.sizes.b, blocks["BLOCK_B"]
-    )
+    blocks = _product_arguments(plan, depth=1)  # the grid does not depend on the depth
+    column_blocks = triton.cdiv(columns, blocks["BLOCK_COLUMNS"])
+    return column_blocks, triton.cdiv(plan.sizes.b, blocks["BLOCK_B"])
 
 
 def _channel_grid(plan):
@@ -171,17 +175,14 @@ def forward_launches(plan: Plan) -> list[Launch]:
     sizes, launches = plan.sizes, []
     if plan.is_differentiable and sizes.kind != "rnn":
         launches.append(_add_inflow_launch(plan, is_checkpoint=True))
-    product = {
-        "b": sizes.b,
-        "d": sizes.d,
-        "columns": sizes.columns,
-        "y_columns": sizes.y_columns,
+    max_block_depth = 512 // plan.weight_dtype.itemsize  # 512 bytes of a row of W_y
+    product_arguments = {
         "raw_step": plan.raw_step,
         "SAVES": plan.is_differentiable,
         "RAW_DTYPE": TRITON_DTYPES[plan.raw_dtype],
-        **_product_arguments(plan, sizes.d, 512 // plan.weight_dtype.itemsize),
+        **_product_arguments(plan, sizes.d, max_block_depth),
     }
-    token = {
+    token_arguments = {
         "SAVES": plan.is_differentiable,
         "WEIGHT_DTYPE": TRITON_DTYPES[plan.weight_dtype],
         "num_warps": plan.choose_warp_count(512),
@@ -190,8 +191,10 @@ def forward_launches(plan: Plan) -> list[Launch]:
     }
     grid = _product_grid(plan, sizes.columns)
     for step in range(plan.chunk):
-        launches.append(Launch(cell_kernels.product_kernel, grid, {"step": step, **product}))
-        launches.append(Launch(cell_kernels.token_kernel, (sizes.b,), {"step": step, **token}))
+        arguments = {"step": step, **product_arguments}
+        launches.append(Launch(cell_kernels.product_kernel, grid, arguments))
+        arguments = {"step": step, **token_arguments}
+        launches.append(Launch(cell_kernels.token_kernel, (sizes.b,), arguments))
     return launches
 
 
@@ -220,14 +223,13 @@ def final_launches(plan: Plan) -> list[Launch]:
 def backward_launches(plan: Plan) -> list[Launch]:
     """Return the launches of a chunk's gradient, from its last token to its first."""
     sizes, groups = plan.sizes, plan.options.groups
-    token_arguments = plan.token_arguments()
     launches = []
     if sizes.kind != "rnn":
         num_warps = plan.choose_warp_count(512)
-        recompute = {"chunk": plan.chunk, "num_warps": num_warps, **token_arguments}
-        launches.append(Launch(cell_kernels.recompute_kernel, (sizes.b, plan.chunk), recompute))
+        arguments = {"chunk": plan.chunk, "num_warps": num_warps, **plan.token_arguments()}
+        launches.append(Launch(cell_kernels.recompute_kernel, (sizes.b, plan.chunk), arguments))
         grid, width = _channel_grid(plan)
-        states = {
+        arguments = {
             "chunk": plan.chunk,
             "d": sizes.d,
             "n": sizes.n,
@@ -239,25 +241,21 @@ def backward_launches(plan: Plan) -> list[Launch]:
             "D": width,
             "STATES": triton.next_power_of_2(sizes.n),
         }
-        launches.append(Launch(cell_kernels.states_kernel, grid, states))
-    token = {
+        launches.append(Launch(cell_kernels.states_kernel, grid, arguments))
+    token_arguments = {
         "chunk": plan.chunk,
         "HAS_H0": "h0" in plan.optional_names,
         "num_warps": plan.choose_warp_count(256),
-        **token_arguments,
+        **plan.token_arguments(),
         **plan.norm_arguments(),
     }
-    product = {
-        "b": sizes.b,
-        "d": sizes.d,
-        "columns": sizes.columns,
-        "y_columns": sizes.y_columns,
-        **_product_arguments(plan, sizes.y_columns),
-    }
+    product_arguments = _product_arguments(plan, sizes.y_columns)
     grid = _product_grid(plan, sizes.d)
     for step in reversed(range(plan.chunk)):
-        launches.append(Launch(cell_kernels.token_back_kernel, (sizes.b,), {"step": step, **token}))
-        launches.append(Launch(cell_kernels.product_back_kernel, grid, {"step": step, **product}))
+        arguments = {"step": step, **token_arguments}
+        launches.append(Launch(cell_kernels.token_back_kernel, (sizes.b,), arguments))
+        arguments = {"step": step, **product_arguments}
+        launches.append(Launch(cell_kernels.product_back_kernel, grid, arguments))
     return launches
 
 
@@ -287,9 +285,9 @@ def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]
         arguments = arguments._replace(norm_weight=None, norm_bias=None)
     if options.norm == "rms" and arguments.norm_bias is not None:
         raise ValueError("RMSNorm has no bias")
-    shapes, fields = expected_shapes(sizes), arguments._asdict()
-    fields["keep"] = None if arguments.keep is None else arguments.keep.float()
-    check(**{name: (fields[name], shape) for name, shape in shapes.items()})
+    shapes, values = expected_shapes(sizes), arguments._asdict()
+    values["keep"] = None if arguments.keep is None else arguments.keep.float()  # may be bool
+    check(**{name: (values[name], shape) for name, shape in shapes.items()})
     if not fits(options.rank, sizes.d):
         raise Unsupported(
             f"{options.rank} vectors of {sizes.d} channels: a Triton program holds at most"
@@ -301,7 +299,7 @@ def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]
         )
     # Only raw and weight_y keep their dtype.
     tensors = {
-        name: _align(fields[name]) if name in ("raw", "weight_y") else _align_fp32(fields[name])
+        name: _align(values[name]) if name in ("raw", "weight_y") else _align_fp32(values[name])
         for name in shapes
     }
     if sizes.kind == "mamba1":
@@ -310,6 +308,7 @@ def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]
 
 
 def _make_plan(arguments, sizes, tensors, is_differentiable):
+    # A power of two, so that sequences of other lengths use the same recorded graphs.
     chunk = min(CHUNK, triton.next_power_of_2(max(1, sizes.length)))
     if is_differentiable:
         max_chunk = max(1, MAX_RECOMPUTED_BYTES // max(1, 4 * sizes.b * sizes.n * sizes.d))
@@ -368,8 +367,8 @@ def _run(make_launches, plan, sizes, tensors, first_tokens):
     if not sizes.b:
         return
     schedule = get_schedule((make_launches.__name__, plan), make_schedule)
-    slots = [tensors.get(name) for name in cell_kernels.SLOTS[2:]]
-    addresses = [0 if t is None else t.data_ptr() for t in slots]
+    slot_tensors = [tensors.get(name) for name in cell_kernels.SLOTS[2:]]
+    addresses = [0 if t is None else t.data_ptr() for t in slot_tensors]
     with schedule.lock:
         schedule.write_table([0, sizes.length, *addresses])
         for first_token in first_tokens:
@@ -380,8 +379,8 @@ def _forward(plan, sizes, tensors):
     """Run the forward pass.
 
     Returns:
-        Tensors by the names of SLOTS: y, state, outcome, and for a backward pass rows, roots and
-        checkpoints.
+        Tensors by the names of SLOTS, among them y, state and outcome, and for a backward pass
+        rows, roots and checkpoints.
     """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     like, y0 = tensors["x"], tensors["y0"]
@@ -397,16 +396,16 @@ def _forward(plan, sizes, tensors):
     }
     if sizes.kind != "rnn":
         buffers["inflow"] = like.new_zeros(b, d)
-        buffers["units"] = like.new_zeros(b, 4 * plan.options.groups * n)
+        buffers["units"] = like.new_zeros(b, 4 * plan.options.groups * n)  # B, C of two tokens
     if plan.is_differentiable:
         buffers["roots"] = like.new_empty(b, length, plan.options.rank)
         if sizes.kind != "rnn":
             chunks = triton.cdiv(length, plan.chunk)
             buffers["checkpoints"] = like.new_empty(b, chunks, n * d)
-    slots = {**tensors, **buffers}
-    _run(forward_launches, plan, sizes, slots, range(0, length, plan.chunk))
+    tensors = {**tensors, **buffers}
+    _run(forward_launches, plan, sizes, tensors, range(0, length, plan.chunk))
     if sizes.kind != "rnn":
-        _run(final_launches, plan, sizes, slots, [0])
+        _run(final_launches, plan, sizes, tensors, [0])
     return buffers
 
 
@@ -424,7 +423,7 @@ def _backward(plan, sizes, saved, grad_y):
     """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     zeros, empty = saved["x"].new_zeros, saved["x"].new_empty
-    unit_entries = 2 * plan.options.groups * n
+    unit_entries = 2 * plan.options.groups * n  # B and C of a token
     max_grad_norm = zeros(b)
     if length:
         max_grad_norm = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
@@ -449,9 +448,9 @@ def _backward(plan, sizes, saved, grad_y):
         buffers["d_units"] = empty(b, unit_entries)
         buffers["dA"] = zeros(b, n * d if sizes.kind == "mamba1" else d)
     # The kernels sum the gradients of these vectors over time, and torch sums them over the batch.
-    slots = {"D": "dD", "norm_weight": "d_norm_weight", "norm_bias": "d_norm_bias"}
-    slots = {name: slot for name, slot in slots.items() if saved[name] is not None}
-    buffers |= {slot: zeros(b, d) for slot in slots.values()}
+    sum_slots = {"D": "dD", "norm_weight": "d_norm_weight", "norm_bias": "d_norm_bias"}
+    sum_slots = {name: slot for name, slot in sum_slots.items() if saved[name] is not None}
+    buffers |= {slot: zeros(b, d) for slot in sum_slots.values()}
     if saved["gate"] is not None:
         buffers["d_gate"] = empty(b, length, d)
     first_tokens = reversed(range(0, length, plan.chunk))
@@ -464,7 +463,7 @@ def _backward(plan, sizes, saved, grad_y):
         "dt": d_dt,
         "A": d_A,
         "gate": buffers.get("d_gate"),
-        **{name: buffers[slot].sum(0) for name, slot in slots.items()},
+        **{name: buffers[slot].sum(0) for name, slot in sum_slots.items()},
     }
     return grads, torch.where(max_grad_norm == 0, 0, buffers["max_lambda"] / max_grad_norm)
 
@@ -500,13 +499,13 @@ class _Cell(torch.autograd.Function):
         tensors that are inputs themselves.
         """
         sizes, tensors = _prepare(arguments)
-        plan = _make_plan(arguments, sizes, tensors, True)
+        plan = _make_plan(arguments, sizes, tensors, is_differentiable=True)
         results = _forward(plan, sizes, tensors)
         saved_names = ("y", "outcome", "rows", "roots", "checkpoints")
         state = _view_state(results["state"], sizes)
         ctx.mark_non_differentiable(state, results["outcome"])
         ctx.set_materialize_grads(False)
-        tensors["raw"] = None  # the rows contain it
+        tensors["raw"] = None  # the backward pass reads the rows instead
         ctx.save_for_backward(*tensors.values(), *(results.get(name) for name in saved_names))
         ctx.names = *tensors, *saved_names
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
@@ -521,9 +520,9 @@ class _Cell(torch.autograd.Function):
         grads, adjoint = _backward(ctx.plan, ctx.sizes, saved, grad_y)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
-        in_order = [grads.get(name) for name in DIFFERENTIABLE]
-        in_order = [None if g is None else g.to(dtype) for g, dtype in zip(in_order, ctx.dtypes)]
-        return None, *in_order
+        grads = [grads.get(name) for name in DIFFERENTIABLE]
+        grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes)]
+        return None, *grads  # None: `arguments` has no gradient
 
 
 def _solve(arguments):
@@ -531,7 +530,8 @@ def _solve(arguments):
     if needs_grad(*inputs):
         return _Cell.apply(arguments, *inputs)
     sizes, tensors = _prepare(arguments)
-    results = _forward(_make_plan(arguments, sizes, tensors, False), sizes, tensors)
+    plan = _make_plan(arguments, sizes, tensors, is_differentiable=False)
+    results = _forward(plan, sizes, tensors)
     return results["y"], _view_state(results["state"], sizes), results["outcome"]
 
 

@@ -23,29 +23,20 @@ from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import sequential_scan
 
 PACKAGE = "mamba_ssm"
-NAMES = ("", ".ops", ".ops.triton", ".ops.selective_scan_interface", ".ops.triton.ssd_combined")
+SCAN_MODULE, SSD_MODULE = ".ops.selective_scan_interface", ".ops.triton.ssd_combined"
 CONV = "causal_conv1d"
 
 
 def selective_scan_fn(
-    u,
-    delta,
-    A,
-    B,
-    C,
-    D=None,
-    z=None,
-    delta_bias=None,
-    delta_softplus=False,
-    return_last_state=False,
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **options
 ):
-    """Stand-in: channels before time; the gradient of the last state is lost, as in mamba-ssm."""
+    """Stand-in: channels before time; the last state has no gradient, as in mamba-ssm."""
     (b, d, length), n = u.shape, A.shape[1]
-    assert return_last_state and delta.shape == u.shape and A.shape == (d, n)
+    assert options == {"return_last_state": True} and delta.shape == u.shape and A.shape == (d, n)
     assert B.shape == C.shape == (b, n, length) and B.dtype == C.dtype == delta.dtype == u.dtype
     assert z is None or (z.shape == u.shape and z.dtype == u.dtype)
     assert all(t is None or t.dtype == torch.float32 for t in (A, D, delta_bias))
-    out, delta = u.dtype, delta.float()
+    dtype, delta = u.dtype, delta.float()
     u, B, C = (t.float() for t in (u, B, C))
     if delta_bias is not None:
         delta = delta + delta_bias[:, None]
@@ -57,7 +48,7 @@ def selective_scan_fn(
         y = y + D[:, None] * u
     if z is not None:
         y = y * F.silu(z.float())
-    return y.to(out), torch.zeros_like(h) * h + h.detach()
+    return y.to(dtype), 0 * h + h.detach()
 
 
 def mamba_chunk_scan_combined(
@@ -72,14 +63,11 @@ def mamba_chunk_scan_combined(
     dt_bias=None,
     initial_states=None,
     seq_idx=None,
-    cu_seqlens=None,
     dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
     return_final_states=False,
-    return_varlen_states=False,
 ):
-    """Stand-in: only sequence index 0 continues from the initial state."""
-    assert return_final_states and chunk_size >= 16 and dt_limit == (0.0, float("inf"))
+    """Stand-in: only the document with index 0 continues from the initial state."""
+    assert return_final_states and chunk_size >= 16
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2])
     assert z is None or z.shape == x.shape
     assert D is None or D.shape == x.shape[2:3]
@@ -100,19 +88,10 @@ def mamba_chunk_scan_combined(
     return y.to(x.dtype), S
 
 
-def causal_conv1d_fn(
-    x,
-    weight,
-    bias=None,
-    seq_idx=None,
-    initial_states=None,
-    return_final_states=False,
-    final_states_out=None,
-    activation=None,
-):
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
     """Stand-in: channels before time; documents or a state need channels last in memory."""
     d, k = x.shape[1], weight.shape[-1]
-    assert weight.shape == (d, k) and activation == "silu" and not return_final_states
+    assert weight.shape == (d, k) and activation == "silu"
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x[:, 0].shape)
     assert seq_idx is None or initial_states is None
     assert x.stride(1) == 1 and (initial_states is None or initial_states.stride(1) == 1)
@@ -122,18 +101,22 @@ def causal_conv1d_fn(
     return torch.nn.functional.silu(y).transpose(1, 2)
 
 
-KERNEL_CACHES = ("_load_checked", "_find_working", "_find_modules", "_warn_of_fallback")
+def clear_caches():
+    """Forget which kernels run here."""
+    for name in ("_load_checked", "_find_working", "_find_modules", "_warn_of_fallback"):
+        getattr(kernels, name).cache_clear()
+    triton_build._find_fault.cache_clear()
 
 
 @pytest.fixture
 def use_stand_in(stand_in, monkeypatch):
     """Let the dispatcher use the stand-in on a CPU.
 
-    Yields a function (name) that sets FPRNN_KERNELS, and a list of the functions that were called.
+    Yields a function (name) that sets FPRNN_KERNELS, and a list of the names of the kernels that
+    computed something since.
     """
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
     monkeypatch.setattr(kernels, "_get_device_type", lambda name: "cpu")
-    triton_build._find_fault.cache_clear()
     compute, called = kernels.compute, []
 
     def record_call(operation, function, *args):
@@ -144,25 +127,24 @@ def use_stand_in(stand_in, monkeypatch):
 
     def choose(name):
         monkeypatch.setenv("FPRNN_KERNELS", name)
-        for cached in KERNEL_CACHES:
-            getattr(kernels, cached).cache_clear()
+        clear_caches()
         called.clear()
 
     monkeypatch.setattr(kernels, "compute", record_call)
     yield choose, called
-    for cached in (
-        *(getattr(kernels, name) for name in KERNEL_CACHES),
-        triton_build._find_fault,
-    ):
-        cached.cache_clear()
+    clear_caches()
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Install the stand-ins; the adapters are imported again while they are installed."""
-    modules = {name: types.ModuleType(PACKAGE + name) for name in NAMES}
-    modules[NAMES[3]].selective_scan_fn = selective_scan_fn
-    modules[NAMES[4]].mamba_chunk_scan_combined = mamba_chunk_scan_combined
+    """Install the stand-ins and forget our adapters, so that tests import them with the stand-ins.
+
+    Returns {name after `mamba_ssm`: module}.
+    """
+    names = ("", ".ops", ".ops.triton", SCAN_MODULE, SSD_MODULE)
+    modules = {name: types.ModuleType(PACKAGE + name) for name in names}
+    modules[SCAN_MODULE].selective_scan_fn = selective_scan_fn
+    modules[SSD_MODULE].mamba_chunk_scan_combined = mamba_chunk_scan_combined
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, PACKAGE + name, module)
     modules[CONV] = types.ModuleType(CONV)
@@ -239,7 +221,7 @@ def test_short_convolution_equals_the_plain_one(stand_in, case, taps):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (dict(x=torch.ones(1, 3, 8, dtype=torch.float64)), r"torch\.float64"),
         (dict(x=torch.ones(1, 3, 7), weight=torch.ones(7, 1, 4)), "that 8 divides"),
@@ -248,17 +230,17 @@ def test_short_convolution_equals_the_plain_one(stand_in, case, taps):
         (dict(segments=torch.zeros(1, 3).long(), before=torch.ones(1, 3, 8)), "not both"),
     ],
 )
-def test_convolution_refuses_unsupported_arguments(stand_in, change, said):
-    case = dict(x=torch.ones(1, 3, 8), weight=torch.ones(8, 1, 4)) | change
-    with pytest.raises(Unsupported, match=said):
-        import_adapter("conv").short_conv(**case)
+def test_convolution_refuses_unsupported_arguments(stand_in, change, message):
+    arguments = dict(x=torch.ones(1, 3, 8), weight=torch.ones(8, 1, 4)) | change
+    with pytest.raises(Unsupported, match=message):
+        import_adapter("conv").short_conv(**arguments)
 
 
 def test_out_of_resources_is_unsupported(stand_in):
     def out_of_resources(*args, **options):
         raise triton_build.OutOfResources(300, 200, "shared memory")
 
-    stand_in[NAMES[4]].mamba_chunk_scan_combined = out_of_resources
+    stand_in[SSD_MODULE].mamba_chunk_scan_combined = out_of_resources
     x = torch.ones(1, 2, 1, 1)
     with pytest.raises(Unsupported, match="does not fit this GPU"):
         import_adapter("ssd").ssd_scan(x, x[..., 0], -torch.ones(1), x, x)
@@ -267,54 +249,57 @@ def test_out_of_resources_is_unsupported(stand_in):
 @pytest.mark.parametrize("name", ["scan", "ssd"])
 def test_self_check_runs_the_function(name, stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)  # on the CPU
-    own, function = import_adapter(name), {"scan": NAMES[3], "ssd": NAMES[4]}[name]
-    function = next(v for v in vars(stand_in[function]).values() if callable(v))
-    assert own.usable() == (True, "")
-    probe = triton_build._find_fault.__wrapped__
+    adapter = import_adapter(name)
+    functions = {"scan": selective_scan_fn, "ssd": mamba_chunk_scan_combined}
+    function = functions[name]
+    assert adapter.usable() == (True, "")
+    find_fault = triton_build._find_fault.__wrapped__  # not cached
 
     def missing(*args, **options):
         raise NotImplementedError("built without its kernels")
 
-    monkeypatch.setattr(own, function.__name__, missing)
-    why = "mamba-ssm's kernels fail: NotImplementedError: built without its kernels"
-    assert probe(own._self_check, "mamba-ssm's kernels") == why
+    monkeypatch.setattr(adapter, function.__name__, missing)
+    reason = "mamba-ssm's kernels fail: NotImplementedError: built without its kernels"
+    assert find_fault(adapter._self_check, "mamba-ssm's kernels") == reason
 
-    def off(x, *args, **options):
+    def inexact(x, *args, **options):
         y, h = function(x, *args, **options)
         return y * 1.001, h
 
-    def negated(name):
-        return lambda *args, **case: function(
-            *args, **{k: -v if k == name else v for k, v in case.items()}
+    def negate(argument):
+        """Return the function with another sign of a keyword argument."""
+        return lambda *args, **options: function(
+            *args, **{k: -v if k == argument else v for k, v in options.items()}
         )
 
     bias = {"scan": "delta_bias", "ssd": "dt_bias"}[name]
-    for wrong in (off, negated("D"), negated("z"), negated(bias)):
-        monkeypatch.setattr(own, function.__name__, wrong)
-        assert "something else than plain PyTorch" in probe(own._self_check, "mamba-ssm's kernels")
+    for wrong in (inexact, negate("D"), negate("z"), negate(bias)):
+        monkeypatch.setattr(adapter, function.__name__, wrong)
+        assert "something else than plain PyTorch" in find_fault(adapter._self_check, "kernels")
 
 
 def test_tf32_is_allowed_if_pytorch_allows_it(stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    own = import_adapter("ssd")
+    adapter = import_adapter("ssd")
 
     def rounded(x, *args, **options):
         y, S = mamba_chunk_scan_combined(x, *args, **options)
         return y * 1.001, S
 
-    monkeypatch.setattr(own, "mamba_chunk_scan_combined", rounded)
-    probe = triton_build._find_fault.__wrapped__
-    assert probe(own._self_check, "") != ""
+    monkeypatch.setattr(adapter, "mamba_chunk_scan_combined", rounded)
+    find_fault = triton_build._find_fault.__wrapped__  # not cached
+    assert find_fault(adapter._self_check, "kernels") != ""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert probe(own._self_check, "") == ""
+    assert find_fault(adapter._self_check, "kernels") == ""
 
 
 SIZES = dict(d_model=16, n_layer=1, d_state=4, headdim=8, ngroups=2, vocab_size=7)
+# Layer → the kernel of mamba-ssm that computes all of it, and the kernel of its scan only.
 LAYERS = {"mamba": ("mamba_scan", "selective_scan"), "mamba2": ("mamba2_scan", "ssd_scan")}
 
 
 def make_layer(kind):
-    """A layer without a parameter that is zero or ones, and its input (2,9,16)."""
+    """Return a layer, none of whose parameters is all zeros or ones, and its input (2,9,16)."""
     torch.manual_seed(0)
     block = FPRNNForCausalLM(FPRNNConfig(layers=kind, **SIZES)).backbone.layers[0].block
     with torch.no_grad():
@@ -351,8 +336,10 @@ def test_layer_with_mamba_ssm_equals_the_plain_layer(use_stand_in, kind, case):
         choose(name)
         results[name] = compute_with_gradients(block, u, seqs)
     fused, unfused = LAYERS[kind]
-    takes = {"nothing", "return_state"} | ({"documents", "before"} if kind == "mamba2" else set())
-    scan = fused if case in takes else unfused
+    fused_cases = ["nothing", "return_state"]
+    if kind == "mamba2":  # mamba-ssm's scan of Mamba-1 has neither resets nor an initial state
+        fused_cases += ["documents", "before"]
+    scan = fused if case in fused_cases else unfused
     assert [name for name in called if name != "short_conv"] == [scan]
     assert_close(results["mamba_ssm"], results["plain"], 1e-5)
 
@@ -370,14 +357,15 @@ def test_layer_under_autocast_passes_the_narrow_dtype(use_stand_in, kind):
     assert_close(results["mamba_ssm"], results["plain"], 0.05)
 
 
-def test_replaced_dt_projection_is_called(use_stand_in):
+def test_hooked_dt_projection_is_called(use_stand_in):
+    """mamba_scan computes dt_proj itself, so a layer whose dt_proj has a hook must not use it."""
     choose, called = use_stand_in
     block, u = make_layer("mamba")
-    called = []
-    block.dt_proj.register_forward_hook(lambda *args: called.append(args))
+    calls = []
+    block.dt_proj.register_forward_hook(lambda *args: calls.append(args))
     choose("mamba_ssm")
     block(u)
-    assert called and "mamba_scan" not in called
+    assert calls and "mamba_scan" not in called
 
 
 def test_dispatcher_reports_why_mamba_ssm_is_missing(monkeypatch):
@@ -386,8 +374,8 @@ def test_dispatcher_reports_why_mamba_ssm_is_missing(monkeypatch):
     for operation in ("ssd_scan", "mamba_scan", "mamba2_scan"):
         name = f"lm.kernels.{kernels.MODULES['mamba_ssm'][operation]}"
         monkeypatch.delitem(sys.modules, name, raising=False)
-        module, why = load("mamba_ssm", operation)
-        assert module is None and re.fullmatch(r"mamba_ssm[.\w]* is not installed", why)
+        module, reason = load("mamba_ssm", operation)
+        assert module is None and re.fullmatch(r"mamba_ssm[.\w]* is not installed", reason)
 
 
 @pytest.mark.gpu

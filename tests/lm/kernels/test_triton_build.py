@@ -21,35 +21,32 @@ FILES = ("triton_cell", "roots", "scan")
 @pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan"])
 def test_self_check_ignores_the_callers_modes(name):
     module = pytest.importorskip(f"lm.kernels.triton.{name}")
-    probe = triton_build._find_fault.__wrapped__
+    find_fault = triton_build._find_fault.__wrapped__  # not cached
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     saved = []
     watched = torch.autograd.graph.saved_tensors_hooks(saved.append, saved.append)
     with watched, torch.device("meta"):  # the hooks of a checkpoint
-        assert probe(module._self_check, "the Triton kernels") == "" and not saved
+        assert find_fault(module._self_check, "the Triton kernels") == "" and not saved
     with torch.inference_mode(), torch.device("meta"):
-        assert probe(module._self_check, "the Triton kernels") == ""
+        assert find_fault(module._self_check, "the Triton kernels") == ""
     assert module.usable() == (True, "")
 
 
 def test_reasons_why_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    answer = triton_build.usable(lambda: float("nan"))
-    assert answer == (
-        False,
-        "the Triton kernels differ from plain PyTorch by nan times the allowed difference",
-    )
+    reason = "the Triton kernels differ from plain PyTorch by nan times the allowed difference"
+    assert triton_build.usable(lambda: float("nan")) == (False, reason)
     assert "by 2.0e+00 times" in triton_build.usable(lambda: 2.0)[1]
-    answer = triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels")
-    assert answer == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
+    reason = "mamba-ssm's kernels fail: ZeroDivisionError: division by zero"
+    assert triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels") == (False, reason)
     monkeypatch.setattr(triton_build, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert triton_build.usable(lambda: 0.0) == (False, "there is no CUDA device")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    why = "the GPU has compute capability 7.5, the Triton kernels need 8.0"
-    assert triton_build.usable(lambda: 0) == (False, why)
+    reason = "the GPU has compute capability 7.5, the Triton kernels need 8.0"
+    assert triton_build.usable(lambda: 0) == (False, reason)
 
 
 def test_self_check_runs_once():

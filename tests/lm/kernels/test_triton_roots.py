@@ -9,12 +9,7 @@ from lm.kernels.triton import roots as triton_roots
 from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
 from lm.model.solver import FAILED
-from tests.kernels import (
-    assert_nothing_spills,
-    poisoned_memory,
-    record_launches,
-    skip_if_missing,
-)
+from tests.kernels import assert_nothing_spills, poisoned_memory, record_launches, skip_if_missing
 from tests.lm.model.test_cell import (
     coefficients_of,
     normal,
@@ -39,18 +34,14 @@ def poison_memory():
         yield
 
 
-def move_to_device(coefficients, dtype=torch.float32):
-    fields = (t.to(DEVICE, dtype) for t in coefficients[:-1])
-    return type(coefficients)(*fields, coefficients.floor)
+def cast_to_fp32(coefficients, device="cpu"):
+    tensors = (t.to(device, torch.float32) for t in coefficients[:-1])
+    return cell.Coefficients(*tensors, coefficients.floor)
 
 
 def solve_on_device(coefficients):
-    s, outcome = triton_roots.find_roots(*move_to_device(coefficients))
+    s, outcome = triton_roots.find_roots(*cast_to_fp32(coefficients, DEVICE))
     return s.cpu(), outcome.cpu()
-
-
-def cast_to_fp32(coefficients):
-    return type(coefficients)(*(t.float() for t in coefficients[:-1]), coefficients.floor)
 
 
 @pytest.mark.parametrize("r, tokens", [(1, 11), (2, 11), slow(3, 11), (4, 11), slow(6, 3), (8, 3)])
@@ -81,7 +72,7 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
 
 
 def test_root_that_picard_circles_is_bisected():
-    """M rotates by 90 degrees and doubles: every step of Picard leads away from the root."""
+    """Β rotates s by 90 degrees, so that Picard circles around the root."""
     turn = torch.tensor([[0.0, -40.0], [40.0, 0.0]]).double().repeat(3, 1, 1)
     U = torch.eye(12).double()[:2].repeat(3, 1, 1)
     coefficients = coefficients_of(
@@ -149,11 +140,11 @@ def test_unsupported_equations_are_refused():
     with pytest.raises(Unsupported, match="rank 9"):
         solve_on_device(random_coefficients(2, 9))
     with pytest.raises(Unsupported, match=r"alpha is torch\.float64"):
-        triton_roots.find_roots(*move_to_device(random_coefficients(2, 2), torch.float64))
+        triton_roots.find_roots(*random_coefficients(2, 2))
 
 
 @pytest.mark.parametrize("rank", [1, slow(2), slow(4), slow(8)])
 def test_no_register_spills(rank):
     with record_launches(triton_roots) as cases:
-        triton_roots.find_roots(*move_to_device(random_coefficients(5, rank)))
+        triton_roots.find_roots(*cast_to_fp32(random_coefficients(5, rank), DEVICE))
     assert_nothing_spills(cases)

@@ -3,6 +3,8 @@
 Without a GPU Triton interprets the kernels, step by step: hence the small sizes.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,13 +26,12 @@ from tests.kernels import (
 from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import scan_inputs
 
-LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
+BF16_TOL = 1e-2  # Triton's interpreter truncates results in bf16 instead of rounding them
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)
 def poison_memory():
-    """Fill the memory that torch.empty returns with NaN."""
     skip_if_missing(triton_scan)
     with poisoned_memory():
         yield
@@ -52,7 +53,7 @@ def make_inputs(b, length, d, n, dtype=torch.float32, device=DEVICE):
 
 
 def make_keep(b, length):
-    """1, but 0 at the first token of row 0, and at every fifth and sixth."""
+    """Return keep with resets at the first token of sequence 0, and at tokens 4, 5, 9, 10, …."""
     keep = torch.ones(b, length, dtype=torch.bool, device=DEVICE)
     keep[0, 0] = False
     keep[:, 4::5] = keep[:, 5::5] = False
@@ -107,19 +108,19 @@ def test_chunks_are_whole_tiles():
 
 
 def test_each_argument_may_have_its_own_dtype():
-    own = dict(x="bfloat16", dt="float16", A="float32", B="bfloat16", C="float16", h0="bfloat16")
-    tensors = {k: v.to(getattr(torch, own[k])) for k, v in make_inputs(2, 18, 5, 3).items()}
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    dtypes = dict(x=bf16, dt=fp16, A=fp32, B=bf16, C=fp16, h0=bf16)
+    tensors = {k: v.to(dtypes[k]) for k, v in make_inputs(2, 18, 5, 3).items()}
     ours, expected = evaluate(triton_scan.selective_scan, tensors), run_plain_scan(tensors)
     for name, value in ours.items():
-        argument = tensors.get(name.removeprefix("grad "))
-        assert value.dtype == (torch.float32 if argument is None else argument.dtype), name
-        exact = value.dtype == torch.float32
-        assert_close({name: value}, {name: expected[name]}, 1e-5 if exact else LOW)
+        assert value.dtype == dtypes.get(name.removeprefix("grad "), fp32), name
+        tol = 1e-5 if value.dtype == fp32 else BF16_TOL
+        assert_close({name: value}, {name: expected[name]}, tol)
 
 
 def test_bf16_equals_fp32_up_to_rounding():
     tensors = make_inputs(1, 20, 5, 4, torch.bfloat16)
-    assert_close(evaluate(triton_scan.selective_scan, tensors), run_plain_scan(tensors), LOW)
+    assert_close(evaluate(triton_scan.selective_scan, tensors), run_plain_scan(tensors), BF16_TOL)
 
 
 def test_contiguous_views_are_not_copied(set_chunk):
@@ -155,16 +156,16 @@ def test_wrong_shapes_are_refused():
         triton_scan.selective_scan(**make_inputs(65536, 1, 1, 1))
 
 
-def make_launch_cases(d, n, dtype, whole, length=128):
-    """Return the launches of a forward and a backward pass as cases of `resources`.
+def make_launch_cases(d, n, dtype, in_two_chunks, length=128):
+    """Return the launches of a forward and a backward pass as cases of `compile_kernels`.
 
-    whole: in two chunks from a state, with resets. Otherwise: on slices of projections, in one
-    chunk from zero, without resets.
+    in_two_chunks: from a state, with resets. Otherwise: in one chunk from zero, on slices of
+    projections, without resets.
     """
     tensors = make_inputs(1, length, d, n)
     tensors |= {name: tensors[name].to(dtype) for name in ("x", "dt", "B", "C")}
-    keep = make_keep(1, length) if whole else None
-    if not whole:
+    keep = make_keep(1, length) if in_two_chunks else None
+    if not in_two_chunks:
         del tensors["h0"]
         tensors |= {name: slice_unaligned(tensors[name]) for name in ("x", "dt", "B", "C")}
     for tensor in tensors.values():
@@ -175,12 +176,12 @@ def make_launch_cases(d, n, dtype, whole, length=128):
     return cases
 
 
-TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
+TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]  # d, n
 
 
 def test_no_register_spills_at_the_default_shape():
     """Every kernel on one GPU: a compilation takes seconds."""
-    cases = make_launch_cases(1536, 16, torch.bfloat16, True)
+    cases = make_launch_cases(1536, 16, torch.bfloat16, in_two_chunks=True)
     assert {case["kernel"] for case in cases} == find_kernels(triton_scan)
     assert_nothing_spills(cases, [80])
 
@@ -188,18 +189,16 @@ def test_no_register_spills_at_the_default_shape():
 @pytest.mark.slow
 def test_no_register_spills_at_training_shapes():
     cases = []
-    for d, n in TRAINED:
-        for dtype in (torch.float32, torch.bfloat16):
-            for whole in (True, False):
-                # With one chunk, no kernel runs for the chunks before it.
-                cases += make_launch_cases(d, n, dtype, whole, 128 if whole else 64)
+    for (d, n), dtype in itertools.product(TRAINED, (torch.float32, torch.bfloat16)):
+        cases += make_launch_cases(d, n, dtype, in_two_chunks=True, length=128)
+        cases += make_launch_cases(d, n, dtype, in_two_chunks=False, length=64)
     assert_nothing_spills(cases)
 
 
 @pytest.mark.slow
 def test_single_channel_and_state_compile():
     """d = n = 1, which Triton compiles into the code."""
-    assert_nothing_spills(make_launch_cases(1, 1, torch.float32, False, 20))
+    assert_nothing_spills(make_launch_cases(1, 1, torch.float32, in_two_chunks=False, length=20))
 
 
 @pytest.mark.gpu
