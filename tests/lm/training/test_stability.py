@@ -83,5 +83,5 @@ def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
     if begins:
         check_updates(cfg)
     else:
-        with pytest.raises(ConfigError, match=r"at update 8, but train\.steps is only 8"):
+        with pytest.raises(ConfigError, match=r"ends with update 8, but train\.steps is only 8"):
             check_updates(cfg)
