@@ -59,7 +59,7 @@ def count_records(metrics):
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "trouble"), [(0, "silent"), (1, 503)])
 def test_signal_during_hub_wait_saves_within_seconds(tmp_path, workers, trouble):
-    """The hub stops to answer, or answers with status 503, after 10 updates.
+    """The hub stops answering, or answers with status 503, after 10 updates.
 
     The run is stopped while it waits, and repeats the interrupted update when it continues.
     """
