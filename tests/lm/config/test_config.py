@@ -303,7 +303,8 @@ def test_a_bad_sweep_is_refused(tmp_path, text, words):
 
 # Written and read back.
 
-TEXTS = [  # YAML would read them as another type, or as syntax, unless `to_yaml` quotes them
+# YAML would read them as another type, or as syntax, unless `to_yaml` quotes them.
+TEXTS = [
     "1e-3",
     ".1e1",
     "off",

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from lm.runs.checkpoint import list_checkpoints
+from tests.lm.training.test_recovery import TINY
 from tests.running import fprnn, run
 
 # The tiny run has 8 updates. Its state noise and adversarial noise must not depend on the ranks.
@@ -71,22 +72,18 @@ def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
     overrides = ("engine.zero_stage=0", "train.micro_batch_size=1")
     third = resume_run(tmp_path, "third", "second", 4, *overrides, processes=2)
     assert_close(third, expected, after=4)
-    assert [p.name for p in list_checkpoints(tmp_path / "runs/third/checkpoints")] == [
-        "step-000006",
-        "step-000008",
-    ]
+    checkpoints = list_checkpoints(tmp_path / "runs/third/checkpoints")
+    assert [path.name for path in checkpoints] == ["step-000006", "step-000008"]
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 def test_resume_under_another_stage_on_one_rank(reference, tmp_path, stage):
     folder, expected = reference
     checkpoint = folder / "runs/tiny/checkpoints/step-000004"
-    records, process = run(
-        tmp_path, *SETTINGS, f"resume={checkpoint}", f"engine.zero_stage={stage}"
-    )
-    assert "was written by 1 rank under ZeRO-1: weights and optimizer are distributed again" in (
-        " ".join(process.stdout.split())
-    )
+    settings = (*SETTINGS, f"resume={checkpoint}", f"engine.zero_stage={stage}")
+    records, process = run(tmp_path, *settings)
+    note = "was written by 1 rank under ZeRO-1: weights and optimizer are distributed again"
+    assert note in " ".join(process.stdout.split())
     assert_close(records, expected, after=4)
 
 
@@ -103,14 +100,8 @@ def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, stage, n
 def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
     folder, _ = reference
     checkpoint = folder / "runs/tiny/checkpoints/step-000004"
-    process = fprnn(
-        "train",
-        "--config",
-        "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path}",
-        f"resume={checkpoint}",
-        "train.grad_accum_steps=1",
-    )
+    settings = (f"out_dir={tmp_path}", f"resume={checkpoint}", "train.grad_accum_steps=1")
+    process = fprnn(*TINY, *settings)
     assert "was trained with 4 sequences per update, this run has 2" in process.stderr
 
 
@@ -118,14 +109,7 @@ def test_resume_with_fewer_updates_than_made_is_refused(reference, tmp_path):
     folder, _ = reference
     shutil.copytree(folder / "runs", tmp_path / "runs")
     result = (tmp_path / "runs/tiny/result.json").read_text()
-    process = fprnn(
-        "train",
-        "--config",
-        "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path / 'runs'}",
-        *SETTINGS,
-        "resume=auto",
-        "train.steps=4",
-    )
+    settings = (f"out_dir={tmp_path / 'runs'}", *SETTINGS, "resume=auto", "train.steps=4")
+    process = fprnn(*TINY, *settings)
     assert process.returncode == 1 and "has 8 updates, and train.steps is only 4" in process.stderr
     assert (tmp_path / "runs/tiny/result.json").read_text() == result

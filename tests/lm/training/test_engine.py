@@ -116,13 +116,8 @@ def test_lr_of_every_update_is_applied(tiny_losses):
 )
 def test_two_ranks_have_the_losses_of_one(tmp_path, tiny_losses, stage):
     """One rank accumulates two micro-batches; two ranks have one each."""
-    records, _ = run(
-        tmp_path / "runs",
-        "train.grad_accum_steps=1",
-        f"engine.zero_stage={stage}",
-        processes=2,
-        launcher=True,
-    )
+    settings = ("train.grad_accum_steps=1", f"engine.zero_stage={stage}")
+    records, _ = run(tmp_path / "runs", *settings, processes=2, launcher=True)
     actual, expected = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
     assert actual == pytest.approx(expected, abs=1e-4)
     norms = [[r["grad_norm"] for r in rs] for rs in (records, tiny_losses)]

@@ -7,6 +7,7 @@ import pytest
 
 from lm.data.corpus.prepare import open_corpus
 from tests.lm.training.test_elastic import SETTINGS, assert_close, trace
+from tests.lm.training.test_recovery import TINY
 from tests.running import ROOT, fprnn, run
 
 SOURCES = {
@@ -61,10 +62,9 @@ def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
 
 def assert_other_weight_is_refused(tmp_path, overrides, checkpoint):
     """The run's config refuses it; in another run the checkpoint's data position does."""
-    command_line = ("train", "--config", "configs/tiny/lm.yaml", *overrides)
-    other = "data.mixture.facts.weight=0.6"
-    process = fprnn(*command_line, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")
+    command_line = (*TINY, *overrides, "data.mixture.facts.weight=0.6")
+    process = fprnn(*command_line, f"out_dir={tmp_path / 'whole'}", "resume=auto")
     assert "data.mixture.facts.weight was 0.7, is 0.6" in process.stderr
-    process = fprnn(*command_line, other, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
+    process = fprnn(*command_line, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
     message = process.stderr
     assert "data position" in message and "data.mixture.facts: weight 0.7" in message, message

@@ -43,10 +43,8 @@ def start_and_wait_for(step, out, *overrides):
 def test_run_directory_has_all_files(tiny_run, tiny_losses):
     for name in ["config.yaml", "deepspeed.json", "environment.json", "result.json"]:
         assert (tiny_run / name).stat().st_size > 0, name
-    assert sorted(p.name for p in (tiny_run / "checkpoints").glob("step-*")) == [
-        "step-000004",
-        "step-000008",
-    ]
+    names = sorted(p.name for p in (tiny_run / "checkpoints").glob("step-*"))
+    assert names == ["step-000004", "step-000008"]
     assert [r["step"] for r in tiny_losses] == list(range(1, 9))
     record = tiny_losses[-1]
     # 8 updates, 2 micro-batches of 2 sequences of 16 tokens.
@@ -55,10 +53,8 @@ def test_run_directory_has_all_files(tiny_run, tiny_losses):
     assert len(record["residual"]) == 2 and "num_iters" not in record
     assert record["perplexity"] == pytest.approx(torch.tensor(record["loss"]).exp().item())
     result = json.loads((tiny_run / "result.json").read_text())
-    assert result["validation"]["perplexity"] > 1 and set(result["baselines"]) == {
-        "unigram",
-        "bigram",
-    }
+    assert result["validation"]["perplexity"] > 1
+    assert set(result["baselines"]) == {"unigram", "bigram"}
     iterations = result["probe"]["num_iters"]
     assert all(len(layers) == 2 for layers in iterations.values())
     assert 1 <= iterations["median"][0] <= iterations["max"][0]
@@ -187,22 +183,14 @@ def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run,
 )
 def test_data_errors_are_one_line(tmp_path, override, words, capsys):
     assert main(list(tiny_args(tmp_path / "runs", override))) in REFUSED
-    (message,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    (message,) = [line for line in lines if line.startswith("error: ")]
     assert words in message.lower()
 
 
 def test_mamba_trains_through_the_same_config(tmp_path):
-    records, _ = run(
-        tmp_path / "runs",
-        "model=mamba",
-        "model.d_model=16",
-        "model.n_layer=1",
-        "model.d_state=4",
-        "train.steps=6",
-        "checkpoint.every=6",
-    )
+    model = ("model=mamba", "model.d_model=16", "model.n_layer=1", "model.d_state=4")
+    records, _ = run(tmp_path / "runs", *model, "train.steps=6", "checkpoint.every=6")
     assert "evaluations" not in records[0]
     assert not any("probe" in r for r in read_metrics(tmp_path / "runs/tiny"))
     assert records[-1]["loss"] < records[0]["loss"]
