@@ -1,9 +1,9 @@
 """Reading and writing of YAML 1.1 with other numbers, no duplicate keys, and readable errors.
 
-Two forms differ from YAML 1.1, which PyYAML follows:
-- `1e-3` is a number (in 1.1 a text).
-- `2:48` and `012` are texts (in 1.1 168, to base 60, and 10, to base 8).
-Other forms are as in 1.1: `1_000` is 1000, `0b11` is 3, and `yes` and `on` are true.
+PyYAML, which follows YAML 1.1, reads these forms differently:
+- `1e-3` and `-.5` are numbers here (in PyYAML texts).
+- `2:48` and `012` are texts here (in PyYAML 168, to base 60, and 10, to base 8).
+Other forms are the same: `1_000` is 1000, `0b11` is 3, and `yes` and `on` are true.
 """
 
 from __future__ import annotations

@@ -318,8 +318,8 @@ class Training(HookedLoop):
         self.checkpoint = checkpoint
         self._build_model()
         self._restore(*self.checkpoint)
-        # Keep the position in the data. But a stage that ended since the checkpoint has not ended
-        # for the restored weights. Only a mixture has "ends" of stages.
+        # Keep the position in the data, but restore the ends of the stages of a mixture: a stage
+        # that was learned since the checkpoint is not learned by the restored weights.
         restored = self.batches.state_dict()
         if "ends" in restored:
             data_state["ends"] = restored["ends"]

@@ -87,10 +87,7 @@ def test_an_old_yaml_is_the_present_config(tmp_path, schema, old, new):
 
 
 def test_run_identity_is_the_same_as_in_earlier_versions():
-    """The checksum is the one that commit 0786c216 computed, before the keys were renamed.
-
-    Then an export of that version can be replaced by an export of the same run.
-    """
+    """The checksum is that of commit 0786c216, so an export of that version can be replaced."""
     tree = OLD | {"data": {key: OLD["data"][key] for key in ("mixture", "curriculum")}}
     assert identify_run(config.build(tree))["settings"] == (
         "54af6a7724b4f79ea35b17c0b6e482c3e9fdcf7a34e4423ae2e30ca723e6c2fe"

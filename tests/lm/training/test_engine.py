@@ -140,10 +140,7 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
         ({"zero_optimization": 3}, "sets zero_optimization to 3: it must be a mapping"),
         ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
         ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
-        (
-            {"gradient_clipping": math.nan},
-            "gradient_clipping to nan: it must be a norm of at least 0",
-        ),
+        ({"gradient_clipping": math.nan}, "gradient_clipping to nan: it must be a norm of at lea"),
         ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
         ({"zero_optimization": {"overlap_comm": 3}}, "overlap_comm of zero_optimization to 3: it"),
         ({"torch_autocast": {}}, "sets torch_autocast, which is derived from `train.precision`"),

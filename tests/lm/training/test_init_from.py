@@ -186,10 +186,7 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
         check_config(tiny(*MODEL_KEYS, f"init_from={folder}", "model.vocab_size=304"), 1)
     for overrides, message in [
-        (
-            (f"init_from={tmp_path / 'no'}",),
-            "no is no folder: init_from must name a run, a checkpoint",
-        ),
+        ((f"init_from={tmp_path / 'no'}",), "no is no folder: init_from must name a run, a ch"),
         ((f"init_from={tmp_path / 'runs/tiny/x'}",), "belongs to this run: choose another `name`"),
         ((f"init_from={folder}", f"resume={tmp_path}"), "name two sources of the weights"),
         (("init_from.partial=true",), "init_from.path` is missing"),

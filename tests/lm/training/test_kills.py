@@ -37,11 +37,7 @@ SETTINGS = (
 
 
 def kill_after(seconds, out, processes, settings) -> bool:
-    """Start or resume the run, and kill its processes `seconds` after its next update.
-
-    Returns:
-        False if the run ended before.
-    """
+    """Start or resume the run, and kill it `seconds` after its next update; False if it ended."""
     env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{ENV['PATH']}"}
     process = subprocess.Popen(
         command(out, *settings, "resume=auto", processes=processes if processes > 1 else 0),
