@@ -95,9 +95,9 @@ class Source(Section):
 
 
 class Stage(Section):
-    """Stage of `data.curriculum`: weights of the sources during the first part of a training."""
+    """Stage of `data.curriculum`: weights of the sources up to an update."""
 
-    until: int = Field(gt=0, le=10**12)  # number of the update after which the stage ends
+    until: int = Field(gt=0, le=10**12)  # last update of the stage; updates are counted from 1
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # sources not listed have weight 0
     # The stage ends earlier if the mean probability of the right answers reaches this value in each
     # of its `traces` sources; null: never earlier.

@@ -159,8 +159,8 @@ def load(
 
 def refuse_sweep(cfg: Run, origin: str | Path) -> None:
     """Raise a ConfigError if a config is a sweep, which stands for several runs."""
-    if empty := [key for key, values in cfg.sweep.items() if not values]:
-        raise ConfigError(f"{origin}: sweep.{empty[0]} must be a non-empty list")
+    if empty_keys := [key for key, values in cfg.sweep.items() if not values]:
+        raise ConfigError(f"{origin}: sweep.{empty_keys[0]} must be a non-empty list")
     if cfg.sweep:
         last = math.prod(len(values) for values in cfg.sweep.values()) - 1
         raise ConfigError(
@@ -190,7 +190,8 @@ def sweep_points(
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{origin} has no `sweep:` section (a mapping of dotted key to list)")
     values_by_key = {
-        str(key): _parse_axis(str(key), values, origin, schema) for key, values in sweep.items()
+        str(key): _read_sweep_values(str(key), values, origin, schema)
+        for key, values in sweep.items()
     }
     if (count := math.prod(map(len, values_by_key.values()))) > MAX_POINTS:
         raise ConfigError(
@@ -214,10 +215,11 @@ def _refuse_sweep_wide_key(key: str, sweep_key: str, origin: str) -> None:
         )
 
 
-def _parse_axis(key: str, values: Any, origin: str, schema: type[Run]) -> list[Any]:
-    """Return the values of a key of a sweep, or its variants."""
+def _read_sweep_values(key: str, values: Any, origin: str, schema: type[Run]) -> list[Any]:
+    """Return the values of a key in `sweep:`, or for any other name its variants."""
     _refuse_sweep_wide_key(key, f"sweep.{key}", origin)
-    if isinstance(values, dict) and values and not is_key(current_key(key), schema):
+    is_known_key = is_key(current_key(key), schema)
+    if isinstance(values, dict) and values and not is_known_key:  # variants
         invalid = [name for name, keys in values.items() if not isinstance(keys, dict)]
         if invalid:
             raise ConfigError(
@@ -227,7 +229,7 @@ def _parse_axis(key: str, values: Any, origin: str, schema: type[Run]) -> list[A
             for dotted in keys:
                 _refuse_sweep_wide_key(str(dotted), f"sweep.{key}.{name}", origin)
         return [Variant(str(name), keys) for name, keys in values.items()]
-    if not is_key(current_key(key), schema):
+    if not is_known_key:
         raise ConfigError(f"{origin}: sweep over unknown key `{key}`{nearest(key, schema)}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{origin}: sweep.{key} must be a non-empty list")

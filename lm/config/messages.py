@@ -45,9 +45,12 @@ def _keys_with_names(key: str, schema: type[BaseModel]) -> list[str]:
 
     With key `data.mixture.web.path`, `data.mixture.*.weight` gives `data.mixture.web.weight`.
     """
-    names = dict(enumerate(key.split(".")))
-    paths = [known_key.split(".") for known_key in all_keys(schema)]
-    return [".".join(names.get(i, "*") if n == "*" else n for i, n in enumerate(p)) for p in paths]
+    keys = []
+    for known_key in all_keys(schema):
+        parts = known_key.split(".")
+        names = key.split(".") + ["*"] * len(parts)  # so that `zip` keeps every part
+        keys.append(".".join(n if part == "*" else part for part, n in zip(parts, names)))
+    return keys
 
 
 def is_key(key: str, schema: type[BaseModel]) -> bool:
@@ -60,12 +63,12 @@ def nearest(key: str, schema: type[BaseModel]) -> str:
     keys = _keys_with_names(key, schema)
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
-    # Of several keys with the same name, the outermost remains.
+    # The last of several keys with the same name remains: the outermost.
     innermost_first = sorted(keys, key=lambda k: k.count("."))[::-1]
-    everywhere = {k.rpartition(".")[2]: k for k in innermost_first}
-    # The same name elsewhere; a similar name in this section; a similar name elsewhere.
-    for candidates, cutoff in ((everywhere, 1.0), (siblings, 0.6), (everywhere, 0.7)):
-        if matches := difflib.get_close_matches(name, candidates, 1, cutoff):
+    key_by_name = {k.rpartition(".")[2]: k for k in innermost_first}
+    # The same name anywhere; a similar name in this section; a similar name anywhere.
+    for candidates, cutoff in ((key_by_name, 1.0), (siblings, 0.6), (key_by_name, 0.7)):
+        if matches := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
             return f"; did you mean `{candidates[matches[0]]}`?"
     return f"; the keys there are {', '.join(siblings or schema.model_fields)}"
 
@@ -122,7 +125,7 @@ def _sentence(key: str, value: Any, errors: list[ErrorDetails], schema: type[Bas
     contexts = [error.get("ctx", {}) for error in errors]
     expected = " ".join(str(ctx.get(name)) for ctx in contexts for name in ("expected", "pattern"))
     choice, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
-    matches = difflib.get_close_matches(choice, re.findall(r"\w+", expected), 1, 0.5)
+    matches = difflib.get_close_matches(choice, re.findall(r"\w+", expected), n=1, cutoff=0.5)
     is_other = bool(matches) and matches[0] != choice
     hint = f"; did you mean `{matches[0]}{colon}{rest}`?" if is_other else ""
     return f"`{key}` is {text}: {requirement}{hint}"

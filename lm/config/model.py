@@ -47,18 +47,19 @@ Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # the limit catches slip
 
 
 def registered_mixers() -> list[str]:
-    """Return the names of all mixers without importing torch.
+    """Return the names of the built-in mixers, and of those that this process has registered.
 
-    Mixers of a user are only registered after lm.model.mixers is imported.
+    It imports nothing, because lm.model.mixers would import torch.
     """
     mixer_base = sys.modules.get("lm.model.mixer_base")
+    # mixer_base has the registry, and importing `mixers` adds the built-in ones to it.
     if mixer_base is None or "lm.model.mixers" not in sys.modules:
         return list(MIXERS)
     return list(mixer_base.MIXERS)
 
 
 def create_section(fields: dict[str, Field], base: type[Section], name: str) -> Any:
-    """Create a Section with the fields of `base` and of a table of lm/model/fields.py."""
+    """Create a subclass of `base`, called `name`, with fields of a table of lm/model/fields.py."""
     annotated: Any = {key: (_annotation(field), field.default) for key, field in fields.items()}
     return create_model(name, __base__=base, **annotated)
 
@@ -68,7 +69,7 @@ def _annotation(field: Field) -> Any:
 
     def check(value: Any) -> Any:
         if not field.accepts(value):
-            # `explain` reads "expected" for its hint "did you mean".
+            # messages.py compares the value with "expected" to suggest a similar word.
             choices = field.extra_values if isinstance(field.values, Number) else field.values
             raise PydanticCustomError(
                 "field", "it must be {words}", {"words": field.describe(), "expected": choices}
@@ -76,7 +77,9 @@ def _annotation(field: Field) -> Any:
         is_real = isinstance(field.values, Number) and not field.values.is_whole
         return float(value) if is_real and isinstance(value, int) else value
 
-    annotation: Any = Annotated[Any if field.values else str, pydantic.AfterValidator(check)]
+    # `accepts` checks everything unless the field has no `values`, as the name of a mixer.
+    value_type = str if field.values is None else Any
+    annotation: Any = Annotated[value_type, pydantic.AfterValidator(check)]
     return Annotated[annotation, FREE_ON_RESUME] if field.is_free else annotation
 
 
@@ -126,7 +129,7 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
 class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
     """Solver and gradient of fixed-point layers: fields of FPRNNConfig.
 
-    No weight depends on it, so a run can be resumed and evaluated with another solver.
+    They change no shape of a weight, so a run can be resumed and evaluated with another solver.
     """
 
     @property
@@ -135,9 +138,10 @@ class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[mis
         return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
 
     def resolve_auto(self) -> dict:
-        """Return the fields, with each "auto" replaced by the value that FPRNNConfig derives.
+        """Return the fields, with every "auto" replaced that FPRNNConfig replaces.
 
-        Two sections that describe the same solver are then equal.
+        The others stay, such as `schedule: auto` of an exact solver: their values depend on the
+        layer and the device.
         """
         exact = {"token": "exact", "stopping": "causal", "gradient": "exact"}
         paper = {"token": "iterate", "stopping": "paper", "gradient": "one_step"}
@@ -151,14 +155,14 @@ class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[mis
 
 
 class InitFrom(Section):
-    """Model with whose weights a new run starts (lm/training/init_from.py).
+    """Source of the initial weights of a new run: another model (lm/training/init_from.py).
 
     To continue a run, set the key `resume` instead.
     """
 
     path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or folder with a Mamba
-    # true: copy the weights that fit; false: refuse a model that would compute other outputs than
-    # this one
+    # true: copy the weights that fit; false: refuse to start unless the new model has the same
+    # outputs as the model at `path`
     partial: bool = False
 
     @model_validator(mode="before")

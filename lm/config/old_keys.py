@@ -80,7 +80,7 @@ REMOVED = {
 }
 # Removed keys that may have any value, because trained weights never depended on them.
 WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size", "data.prepare_workers"}
-# Sections that describe the weights; the others matter only while a run trains.
+# Sections on which the outputs of trained weights depend; the others matter only in training.
 MODEL_SECTIONS = ("model", "solver")
 
 
@@ -90,7 +90,7 @@ def current_key(key: str) -> str:
 
 
 def _translate(key: str, renamings: Iterable[tuple[str, str]]) -> str:
-    """Rename a dotted key by the first pair of patterns (from, to) whose first part it matches."""
+    """Rename a dotted key by the first pair (from, to) of patterns whose `from` it matches."""
     names = key.split(".")
     for from_pattern, to_pattern in renamings:
         parts = from_pattern.split(".")
@@ -160,7 +160,7 @@ def with_first_names(settings: dict[str, Any]) -> dict[str, Any]:
     settings = {_translate(key, to_old): copy.deepcopy(v) for key, v in settings.items()}
     for old, new in RENAMED.items():
         section, _, name = new.rpartition(".")
-        if isinstance(settings.get(section), list):
+        if isinstance(settings.get(section), list):  # such as the stages of data.curriculum
             _rename(settings[section], [name], old.rpartition(".")[2], section)
     if "model.layers" in settings:
         old_names = {new: old for old, new in RENAMED_FIELDS.items()}

@@ -72,7 +72,7 @@ def check_name(name: str, choices: Iterable[str], kind: str) -> str:
             f"`{name}` does not have the form module:Class: it must be a module and a class of"
             f" Python, such as my_package.my_{kind}:MyClass"
         )
-    matches = difflib.get_close_matches(name, choices, 1, 0.4)
+    matches = difflib.get_close_matches(name, choices, n=1, cutoff=0.4)
     hint = f"; did you mean `{matches[0]}`?" if matches else ""
     raise ValueError(
         f"unknown {kind} `{name}`: it must be one of {', '.join(choices)}, or module:Class for a"
@@ -113,8 +113,9 @@ def load_class(class_path: str, key: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
+        # Otherwise the module exists, but imports a module that does not.
         is_requested_module = bool(e.name) and f"{module_name}.".startswith(f"{e.name}.")
-        if is_requested_module:  # not a module that it imports
+        if is_requested_module:
             raise ConfigError(
                 f"{key} is {class_path}: there is no module {e.name} in {current_folder} or in"
                 " Python's search path: start from the folder that contains it, or add that folder"
@@ -126,7 +127,7 @@ def load_class(class_path: str, key: str) -> type:
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        matches = difflib.get_close_matches(class_name, classes, 1, 0.4)
+        matches = difflib.get_close_matches(class_name, classes, n=1, cutoff=0.4)
         hint = f"; did you mean `{module_name}:{matches[0]}`?" if matches else ""
         raise ConfigError(
             f"{key} is {class_path}: {module.__file__} has no class {class_name}{hint}"

@@ -44,7 +44,7 @@ class Optim(Section):
     """AdamW with decoupled weight decay and a schedule, counted in updates."""
 
     lr: float = Field(4e-3, gt=0, le=MAX_LR)  # at the peak
-    min_lr: float = Field(1e-5, ge=0)  # at the last update
+    min_lr: float = Field(1e-5, ge=0)  # at the last update, except with schedule `constant`
     warmup: float = Field(0.1, ge=0)  # updates, or below 1 a fraction of all updates
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # for `wsd`: updates of the decay, or below 1 a fraction of all; null: DEFAULT_WSD_DECAY
@@ -91,7 +91,7 @@ class Train(Section):
     # often. The run then continues with the data after the failure.
     max_rollbacks: int = Field(2, ge=0)
     # Largest norm of the adversarial noise on the state of a token, in units of √d_inner
-    # (lm.model.state.Adversary). If it is above 0, every update after the curriculum has a second
+    # (lm.model.state.Adversary). If it is above 0, every update after data.curriculum has a second
     # pass with this noise.
     adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
 
@@ -299,9 +299,9 @@ def _check_adversary_begins(cfg: Config) -> None:
     if not cfg.train.adversarial_noise or cfg.adversarial_updates or cfg.can_end_stage_early:
         return
     raise ConfigError(
-        "train.adversarial_noise begins after data.curriculum, at update"
-        f" {cfg.data.curriculum[-1].until}, but train.steps is only {cfg.train.steps}: set it to 0,"
-        " or let the last stage end earlier"
+        "train.adversarial_noise begins after the last stage of data.curriculum, which ends with"
+        f" update {cfg.data.curriculum[-1].until}, but train.steps is only {cfg.train.steps}: set"
+        " train.adversarial_noise to 0, or let the last stage end earlier"
     )
 
 

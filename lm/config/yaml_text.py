@@ -1,4 +1,10 @@
-"""Reading and writing of YAML: numbers of YAML 1.2, no duplicate keys, readable errors."""
+"""Reading and writing of YAML 1.1 with other numbers, no duplicate keys, and readable errors.
+
+PyYAML, which follows YAML 1.1, reads these forms differently:
+- `1e-3` and `-.5` are numbers here (in PyYAML texts).
+- `2:48` and `012` are texts here (in PyYAML 168, to base 60, and 10, to base 8).
+Other forms are the same: `1_000` is 1000, `0b11` is 3, and `yes` and `on` are true.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from lm.config.old_keys import rename_keys
 
 
 class Loader(yaml.SafeLoader):
-    """Loader that reads numbers as in YAML 1.2 (PyYAML follows 1.1) and refuses duplicate keys."""
+    """Loader that reads numbers as described above, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = set()
@@ -40,7 +46,7 @@ Dumper.add_representer(str, Dumper.represent_text)
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 for _class in (Loader, Dumper):
-    # YAML 1.1 reads `2:48` as 168 (base 60) and `1e-3` as text.
+    # Remove PyYAML's patterns of numbers, then add those of the first lines of this file.
     _class.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
         for first, resolvers in _class.yaml_implicit_resolvers.items()
@@ -64,7 +70,7 @@ def parse(text: str, origin: str) -> Any:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         problem = e.problem or e.context
-        if "\\t" in problem:
+        if "\\t" in problem:  # PyYAML writes: found character '\t' that cannot start any token
             problem = "it is indented with a tab: YAML takes spaces only"
         place = f"line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(f"{origin} is not valid YAML, {place}: {problem}") from None
@@ -78,9 +84,9 @@ def parse(text: str, origin: str) -> Any:
 
 
 def load_tree(path: str | Path) -> dict:
-    """Return the YAML file as a mapping with the present names of its keys, unvalidated.
+    """Return the YAML file as a mapping, not validated; an empty file gives {}.
 
-    An empty file gives {}.
+    Keys that were renamed since the file was written have their new names.
 
     Raises:
         ConfigError: If the file cannot be read, or holds no mapping.

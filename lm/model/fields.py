@@ -324,7 +324,7 @@ LAYER_OPTIONS = {
     ),
 }
 
-# The solver of the layers: the section `solver:` of the YAML. No weight depends on these.
+# The solver of the layers: the section `solver:` of the YAML. These change no shape of a weight.
 SOLVER = {
     "token": Field(
         "auto",

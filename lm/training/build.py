@@ -1,4 +1,4 @@
-"""Models built from a configuration, both ours and baselines."""
+"""Models built from a configuration: our models and the baselines."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def model_vocab_size(cfg: Config, tokenizer_size: int | None = None) -> int:
     """
     size = cfg.model.vocab_size
     if size == "auto":
-        bpe_size = cfg.tokenizer.vocab_size if cfg.tokenizer.name == "bpe" else 0
-        size = tokenizer_size or bpe_size
-        if not size:
+        if tokenizer_size is None and cfg.tokenizer.name == "bpe":
+            tokenizer_size = cfg.tokenizer.vocab_size  # of the BPE that the run will train
+        if not tokenizer_size:
             raise ConfigError(
                 f"model.vocab_size is `auto` and tokenizer `{cfg.tokenizer.name}` is not loaded:"
                 " set model.vocab_size (50264 for gpt2)"
             )
-        return math.ceil(size / 8) * 8
+        return math.ceil(tokenizer_size / 8) * 8
     if tokenizer_size is not None and tokenizer_size > size:
         raise ConfigError(
             f"the tokenizer has {tokenizer_size} tokens but model.vocab_size is {size}:"
@@ -101,8 +101,9 @@ def replace_custom_mixers(cfg: Config) -> tuple[Config, list[str]]:
     if not mixers:
         return cfg, mixers
     cfg = cfg.model_copy(deep=True)
-    layer_options = [options for _, options in _layer_options(cfg.model)]
-    for options in (*layer_options, cfg.model.__dict__):
+    if is_class_path(cfg.model.mixer):
+        cfg.model.mixer = "householder"
+    for _, options in _layer_options(cfg.model):
         if is_class_path(str(options.get("mixer"))):
             options["mixer"] = "householder"
     cfg.init_from = None  # its layers would be compared with the wrong mixer
@@ -120,8 +121,8 @@ def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel
 def expand_stack(model: Model) -> Model:
     """Replace a `model.name` such as `mamba` by the layers that it stands for.
 
-    These models do not reset their state between packed documents. A section with the name `fprnn`
-    is returned unchanged.
+    The models of STACKS do not reset their state between packed documents. A section with the name
+    `fprnn` is returned unchanged.
 
     Raises:
         ConfigError: If `model.layers` is set as well, or sizes do not fit together.
@@ -133,15 +134,15 @@ def expand_stack(model: Model) -> Model:
     pattern = STACKS[model.name]
     fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
     fields["n_layer"] = model.n_layer * len(pattern.split())
-    if "ngroups" in FIELDS_BY_KIND[pattern.split()[0]]:
+    if "ngroups" in FIELDS_BY_KIND[pattern.split()[0]]:  # these layers read headdim, not n_heads
         fields["headdim"] = _compute_headdim(model)
-    elif "mlp" in pattern and model.n_heads == "auto":
+    elif "mlp" in pattern and model.n_heads == "auto":  # n_heads is derived from headdim
         _check_headdim(model)
     return model.model_copy(update=fields)
 
 
 def _check_headdim(model: Model) -> None:
-    """Refuse a headdim that does not divide d_model."""
+    """Refuse a headdim that does not divide d_model, unless there is only one head."""
     if model.d_model > model.headdim and model.d_model % model.headdim:
         raise ConfigError(
             f"model.headdim is {model.headdim}: it must divide d_model = {model.d_model}; or set"
@@ -176,10 +177,11 @@ def _construct(
             **model.model_dump(exclude=excluded),
             **solver_fields,
             vocab_size=vocab_size,
+            # At least the default. No layer reads it; lm-evaluation-harness cuts contexts to it.
             max_position_embeddings=max(2048, seq_len),
             **token_ids,
         )
-    except ValueError as e:
+    except ValueError as e:  # its message begins with the name of the field
         section = "solver" if str(e).partition(" ")[0] in Solver.model_fields else "model"
         raise ConfigError(f"{section}: {e}") from None
     try:

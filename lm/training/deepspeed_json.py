@@ -22,13 +22,12 @@ DERIVED_KEYS = {
     "scheduler": "optim.schedule",
     "torch_autocast": "train.precision",
 }
-
-
+# Keys that follow from `train`: an override must repeat the derived value.
 BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 
 
 def _merge(base: dict, overrides: dict) -> dict:
-    """Return a copy of a nested mapping in which the values of another replace its own."""
+    """Return a copy of `base`, a nested mapping, with the values of `overrides` in it."""
     merged = dict(base)
     for key, value in overrides.items():
         are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -89,7 +88,8 @@ def _derive(cfg: Config, world_size: int, on_gpu: bool) -> dict:
         "zero_optimization": {
             "stage": cfg.engine.zero_stage,
             # A single rank sends nothing, so a second gradient buffer would only cost memory. The
-            # persistent kernels occupy all multiprocessors, so NCCL must not run next to them.
+            # kernels of backend `cuda` occupy all multiprocessors of the GPU until they end, so
+            # NCCL must not run at the same time.
             "overlap_comm": on_gpu and world_size > 1 and requested_backend() != "cuda",
             "contiguous_gradients": True,
         },
@@ -109,7 +109,10 @@ def _derive(cfg: Config, world_size: int, on_gpu: bool) -> dict:
 
 
 def _check_values(merged: dict, derived: dict) -> None:
-    """Refuse values that `engine.deepspeed` has merged into the JSON derived from the config."""
+    """Refuse values of `engine.deepspeed` that contradict the config or that DeepSpeed ignores.
+
+    `merged` is the JSON with these values, `derived` the JSON without them.
+    """
     for key in BATCH_KEYS:
         if merged[key] != derived[key]:
             raise ConfigError(
@@ -128,25 +131,24 @@ def _check_values(merged: dict, derived: dict) -> None:
             f"engine.deepspeed sets the stage of zero_optimization to {stage!r}: it must be one of"
             " 0, 1, 2, 3"
         )
-    has_autocast = "torch_autocast" in derived
-    if "communication_data_type" in merged and has_autocast and stage != 0:
+    if "communication_data_type" in merged and "torch_autocast" in merged and stage != 0:
         raise ConfigError(
             "engine.deepspeed sets communication_data_type, which DeepSpeed ignores with"
             " autocast and ZeRO: remove it; gradients are sent in fp32"
         )
-    if '"auto"' in json.dumps(merged):
+    if '"auto"' in json.dumps(merged):  # at any depth
         raise ConfigError(
             'engine.deepspeed holds "auto", which only the HuggingFace Trainer replaces:'
             " set numbers, or remove the key"
         )
 
 
-def _check_types(config: dict, overrides: dict, section: str = "") -> None:
+def _check_types(config: dict, overrides: dict, section_suffix: str = "") -> None:
     """Check that overrides have the types of the values that they replace."""
     for key in config.keys() & overrides.keys():
         value, expected_type = overrides[key], type(config[key])
         if expected_type is dict and isinstance(value, dict):
-            _check_types(config[key], value, f" of {key}")
+            _check_types(config[key], value, section_suffix=f" of {key}")
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         needs_number = expected_type in (int, float)
@@ -155,12 +157,12 @@ def _check_types(config: dict, overrides: dict, section: str = "") -> None:
             names = {dict: "a mapping", list: "a list", bool: "true or false", str: "text"}
             expected = names.get(expected_type, "a number")
             raise ConfigError(
-                f"engine.deepspeed sets {key}{section} to {value!r}: it must be {expected}"
+                f"engine.deepspeed sets {key}{section_suffix} to {value!r}: it must be {expected}"
             )
 
 
 def bucket_size(parameter_count: int, largest_tensor: int) -> int:
-    """Return the size of DeepSpeed's gradient buffer, whose default is 500 million elements.
+    """Return the size of DeepSpeed's gradient buffer in elements; its default is 500 million.
 
     Args:
         parameter_count: Number of parameters of the model.
@@ -170,7 +172,7 @@ def bucket_size(parameter_count: int, largest_tensor: int) -> int:
 
 
 def layout(cfg: Config, world_size: int) -> dict[str, int]:
-    """Return the entries of a manifest on which the layout of weights over ranks depends."""
+    """Return the entries of a manifest that determine the layout of weights over ranks."""
     stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
     return {"world_size": world_size, "zero_stage": stage}
 

@@ -57,8 +57,8 @@ class Fragment(NamedTuple):
 
     Attributes:
         name: Name of the parameter.
-        flat: Position in the flat tensor.
-        flattened: Position in the flattened parameter.
+        flat: Where the part lies in the flat tensor.
+        flattened: Where the part lies in the flattened parameter.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Engine:
         self._prepare_model(model)
         optim = cfg.optim
         self.base_optimizer = optimizer(model, optim, ranks.device.type == "cuda")
-        # Read the peak of each group now, because loading a checkpoint overwrites group["lr"].
+        # Peak learning rates, read now because loading a checkpoint overwrites group["lr"].
         self.peak_rates = [group["lr"] for group in self.base_optimizer.param_groups]
         with _explain_deepspeed_keys(cfg):
             self.deepspeed, _, _, self.lr_scheduler = import_deepspeed().initialize(
@@ -127,10 +127,9 @@ class Engine:
             )
         noise_size = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, noise_size) if noise_size else None
-        self._has_solver = hasattr(model, "override_solve_options") and bool(
-            model.fixed_point_blocks()
-        )
-        self._noise_generators: list[torch.Generator] | None = None  # one per sequence
+        self._has_solver = bool(model.fixed_point_blocks())
+        # One per sequence of the current micro-batch (`_make_noise_generators`).
+        self._noise_generators: list[torch.Generator] | None = None
         self.times = UpdateTimes(ranks.device)
         set_collective_timeouts(cfg, ranks)
 
@@ -156,7 +155,7 @@ class Engine:
         peak = self.cfg.optim.lr
         groups = list(zip(self.peak_rates, self.deepspeed.optimizer.param_groups))
         for group_peak, group in groups:
-            if group_peak == peak:  # a group without a factor: exact to the last bit
+            if group_peak == peak:  # the group has no factor, so nothing is divided and rounded
                 return group["lr"]
         group_peak, group = groups[0]
         return group["lr"] * (peak / group_peak)
@@ -196,7 +195,7 @@ class Engine:
         Raises:
             Diverged: If the loss or gradient of a rank is NaN or infinite. The engine must not be
                 used afterwards.
-            DivergedOnOneRank: If only this rank knows of it.
+            DivergedOnOneRank: If this rank diverged and could not inform the other ranks.
         """
         # 1. Accumulate the gradient of each micro-batch.
         self.deepspeed.train()
@@ -213,8 +212,8 @@ class Engine:
             if adversary is None:
                 self._backward(loss, is_last)
             else:
-                self._backward(loss / 2, False)
-                has_failed = report is None
+                self._backward(loss / 2, is_last=False)
+                has_failed = report is None  # of a model with fixed-point layers
                 half_loss = self._second_pass(adversary, batch, loss_weight, has_failed)
                 self._backward(half_loss, is_last)
             keep_alive()
@@ -260,7 +259,10 @@ class Engine:
     def _forward_pass(
         self, batch: Batch, loss_weight: float
     ) -> tuple[torch.Tensor, FixedPointReport | None]:
-        """Return the weighted loss of a micro-batch, and the report of its fixed-point layers."""
+        """Return the weighted loss of a micro-batch, and the report of its fixed-point layers.
+
+        The report is None if there are no such layers, or if the pass has failed.
+        """
         try:
             with self.times.measure("forward"):
                 output = self.forward(batch)
@@ -293,7 +295,7 @@ class Engine:
         return sum(p.float().sum() for p in parameters) * float("nan")
 
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradient of a pass to the gradient of the update; reduce it after the last."""
+        """Add the gradient of a pass to the update's; after the last, reduce it over the ranks."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
             with self.times.measure("backward"):
@@ -358,7 +360,7 @@ class Engine:
         """Load weights, optimizer and schedule of a verified checkpoint of the same layout.
 
         Raises:
-            CheckpointError: If a file of it holds objects that `read_zero_file` does not read.
+            CheckpointError: If one of its files holds objects that `read_zero_file` refuses.
             TrainingError: If DeepSpeed cannot load it.
         """
         with self._collect_files(), without_wildcards(path) as link:
@@ -371,7 +373,7 @@ class Engine:
     ) -> None:
         """Restore moments and schedule from a checkpoint of another number of ranks or ZeRO stage.
 
-        The model must have had the checkpoint's weights before this engine was built.
+        The model must already have had the checkpoint's weights when this engine was built.
 
         Args:
             moments: {"exp_avg", "exp_avg_sq": {parameter name: tensor of its shape}}.

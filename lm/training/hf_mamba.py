@@ -30,7 +30,7 @@ KIND_FIELDS = {  # further fields of each kind
     "mamba": {"dt_rank": "time_step_rank"},
     "mamba2": {"headdim": "head_dim", "ngroups": "n_groups"},
 }
-# Values that our layers assume.
+# {field of MambaConfig and Mamba2Config: value that our layers assume}
 REQUIRED = {
     "conv_kernel": 4,
     "use_bias": False,
@@ -41,7 +41,7 @@ REQUIRED = {
 KIND_REQUIRED = {  # further values of each kind
     "mamba": {},
     "mamba2": {
-        "n_groups": 1,  # with several, transformers has a norm per group; ours has one in all
+        "n_groups": 1,  # with several groups, transformers has a norm per group; we have one norm
         "norm_before_gate": False,
         "rms_norm": True,
         "time_step_limit": [0.0, math.inf],
@@ -85,15 +85,15 @@ def convert_config(source: PretrainedConfig) -> FPRNNConfig:
     required = REQUIRED | KIND_REQUIRED[kind] | {"expand": expand}
     if kind == "mamba":
         required["intermediate_size"] = expand * source.hidden_size
-    wrong = []
+    problems = []
     for name, value in required.items():
-        source_value = getattr(source, name, value)
+        source_value = getattr(source, name, value)  # Mamba2Config lacks fields with one value
         if isinstance(source_value, tuple):
             source_value = list(source_value)
         if source_value != value:
-            wrong.append(f"{name} is {source_value}, not {value}")
-    if wrong:
-        raise SourceError(f"our {kind} layer cannot compute this model: {'; '.join(wrong)}")
+            problems.append(f"{name} is {source_value}, not {value}")
+    if problems:
+        raise SourceError(f"our {kind} layer cannot compute this model: {'; '.join(problems)}")
     fields = {field: getattr(source, name) for field, name in (FIELDS | KIND_FIELDS[kind]).items()}
     try:
         return FPRNNConfig(**fields, expand=expand, layers=kind, reset_at_eos=False)

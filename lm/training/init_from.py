@@ -38,7 +38,7 @@ def read_source(path: str | Path) -> SourceModel:
 
     path = Path(path).expanduser()
     check_source_folder(path)
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file():  # a checkpoint, in RUN/checkpoints
         return _read_run(RunDir(path.parent.parent), checkpoint=path)
     if (run := RunDir(path)).holds_run:
         return _read_run(run, checkpoint=None)
@@ -135,9 +135,13 @@ def initialize(
 
     def copy_weights() -> None:
         source = read_source(options.path)
-        difference = compare_tokenizers(source, tokenizer)
-        vocab_size = model.config.vocab_size
-        match = match_weights(source, model, options.partial, vocab_size, difference)
+        match = match_weights(
+            source,
+            model,
+            options.partial,
+            vocab_size=model.config.vocab_size,
+            token_difference=compare_tokenizers(source, tokenizer),
+        )
         match.apply()
         for line in match.describe():
             say(f"init     {line}")

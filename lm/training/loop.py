@@ -38,7 +38,8 @@ class Loop(ABC):
         self.step = 0  # updates made
         self.seconds = 0.0  # training time of earlier processes of this run
         self.rollbacks = 0  # rollbacks made
-        # Update of the checkpoint of the last rollback; None if a checkpoint was saved since.
+        # Update of the checkpoint of the last rollback; None if there was no rollback, or a
+        # checkpoint was saved since.
         self.rollback_step: int | None = None
         self.num_iters: dict | None = None  # ℓ* (see hooks.py) of each layer in the last probe
         self.is_stop_requested = False  # a rank has received a stop signal
@@ -66,7 +67,9 @@ class Loop(ABC):
 
     @abstractmethod
     def roll_back(self) -> bool:
-        """Restore everything except the position in the data from the newest usable checkpoint.
+        """Restore everything except the position in the data from the newest complete checkpoint.
+
+        If `rollback_step` is set, an older checkpoint is used, if there is one.
 
         Returns:
             True if a checkpoint was restored, False if there is none.
@@ -98,7 +101,7 @@ class Loop(ABC):
                     self.update()
                 for hook in self.update_hooks:
                     hook()
-            except DivergedOnOneRank:
+            except DivergedOnOneRank:  # the other ranks do not know that they must roll back
                 raise
             except Diverged as e:
                 self._handle_divergence(e, update_number)
@@ -156,17 +159,17 @@ class Loop(ABC):
         if there is no checkpoint, or after `train.max_rollbacks` rollbacks.
         """
         limit = self.cfg.train.max_rollbacks
-        count = self.rollbacks  # read now, because roll_back() restores the checkpoint's number
+        count = self.rollbacks  # read now, because roll_back() restores the checkpoint's count
         self.checkpoints.finish()
         try:
             is_restored = count < limit and self.roll_back()
         except Diverged as e:
             raise Diverged(f"stopped at update {failed_update}: {error}; {e}") from None
         if not is_restored:
-            saved = self.checkpoints.last_complete_step  # number of an update
-            last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
+            step = self.checkpoints.last_complete_step
+            checkpoint = f"the last checkpoint is of update {step}" if step else "no checkpoint"
             raise Diverged(
-                f"stopped at update {failed_update}: {error}; {last}, {count} of {limit}"
+                f"stopped at update {failed_update}: {error}; {checkpoint}, {count} of {limit}"
                 " rollbacks (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.rollback_step = count + 1, self.step

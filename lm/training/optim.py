@@ -27,9 +27,9 @@ class Group(NamedTuple):
 def lr_factor(optim: Optim, steps: int, update: int) -> float:
     """Return the learning rate of an update as a fraction of the peak.
 
-    It rises linearly during the warm-up, then falls to min_lr at update `steps` by
-    `optim.schedule`: cosine; linear; wsd (constant until the last `wsd_decay` updates, then
-    linear). With `constant` it stays at the peak.
+    It rises linearly during the warm-up. Then `optim.schedule` decides: `cosine` and `linear` fall
+    to min_lr at update `steps`; `wsd` stays at the peak until the last `wsd_decay` updates, in
+    which it falls linearly; `constant` stays at the peak.
 
     Args:
         optim: Section `optim`.
@@ -48,8 +48,8 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
         decay_start = max(warmup, steps - decay)
     progress = min(1.0, max(0, update - decay_start) / max(1, steps - decay_start))
     is_cosine = optim.schedule == "cosine"
-    height = 0.5 * (1 + math.cos(math.pi * progress)) if is_cosine else 1 - progress
-    return floor + (1 - floor) * height
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if is_cosine else 1 - progress
+    return floor + (1 - floor) * remaining
 
 
 def has_weight_decay(name: str) -> bool:
@@ -58,10 +58,10 @@ def has_weight_decay(name: str) -> bool:
     It does not apply to A_log, D, biases, norms, gains of weight normalisation, centroids, and the
     factors x_·, k_k, k_a and r_k of RWKV-7.
     """
-    *modules, own_name = name.split(".")
+    *modules, last_name = name.split(".")
     module = modules[-1] if modules else ""
-    is_excluded = own_name in ("A_log", "D", "gain", "k_k", "k_a", "r_k")
-    is_bias_or_factor = own_name.startswith(("bias", "x_")) or own_name.endswith("bias")
+    is_excluded = last_name in ("A_log", "D", "gain", "k_k", "k_a", "r_k")
+    is_bias_or_factor = last_name.startswith(("bias", "x_")) or last_name.endswith("bias")
     is_in_excluded_module = "norm" in module or module == "centroids"
     return not (is_excluded or is_bias_or_factor or is_in_excluded_module)
 
@@ -91,9 +91,10 @@ def _match_factors(names: list[str], patterns: dict[str, float]) -> dict[str, fl
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
+            spacing = max(1, len(names) // 6)  # six names from all over the model
             raise ConfigError(
                 f"optim.lr_factors: `{pattern}` matches no parameter; there are, for example,"
-                f" {', '.join(names[:: max(1, len(names) // 6)][:6])}"
+                f" {', '.join(names[::spacing][:6])}"
             )
         for name in matched:
             if name in patterns_by_name:

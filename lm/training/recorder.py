@@ -34,7 +34,7 @@ class Recorder:
     def __init__(self, cfg: Config, ranks: Ranks, engine: Engine, model: torch.nn.Module):
         self.cfg, self.ranks, self.engine = cfg, ranks, engine
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
-        flops = fit_flops(getattr(model, "flops_per_token", None), cfg.data.seq_len)
+        flops = fit_flops(model.flops_per_token, cfg.data.seq_len)
         self.throughput = Throughput(flops, ranks.world_size)
         self.has_solver = cfg.model.has_fixed_point
         self.failure_watch = FailureWatch(say, model.solver() if self.has_solver else "none")

@@ -53,6 +53,7 @@ def gather_checkpoint(path: Path, manifest: dict, names: list[str]) -> TrainingS
     if stage == 0:
         return _read_stage_0(path, names)
     moments = {moment: _consolidate_moment(path, stage, moment) for moment in MOMENTS}
+    # The steps of AdamW are the same in the files of all ranks.
     saved = read_zero_file(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
     states, _ = _states_and_weights(saved, stage)
     return TrainingState(consolidate_zero(path.parent, path.name), moments, _adamw_steps(states))
@@ -93,14 +94,14 @@ def _consolidate_moment(path: Path, stage: int, moment: str) -> dict[str, torch.
 
 
 def _states_and_weights(saved: dict, stage: int) -> tuple[dict, list]:
-    """Return ({index of a group: optimizer state}, [flat weights of each group]) of a rank."""
+    """Return ({index of a parameter group: optimizer state}, [flat weights of each group])."""
     if stage == 3:
         return saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
     return saved["base_optimizer_state"]["state"], saved["single_partition_of_fp32_groups"]
 
 
 def _replace_weights_by_moment(saved: dict, stage: int, moment: str) -> None:
-    """Replace the weights in a rank's file by a moment of theirs."""
+    """Replace the weights in a rank's file by one of their moments."""
     states, weights = _states_and_weights(saved, stage)
     for i, weight in enumerate(weights):
         # The weights are saved without the padding at the end of a partition.

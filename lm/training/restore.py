@@ -76,5 +76,6 @@ def restore_rank_state(path: Path, manifest: dict, ranks: Ranks, seed: int) -> d
             torch.cuda.set_rng_state(state["cuda_rng"])
         return state
     states = [read_state(path / rank_file(rank)) for rank in range(manifest["world_size"])]
+    # The factor is larger than any number of ranks, so no two pairs (update, rank) are equal.
     torch.manual_seed((seed + manifest["step"] * 1_000_003 + ranks.rank) % 2**64)
     return states[0] | {"loader": merge_states([state["loader"] for state in states])}

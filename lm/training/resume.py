@@ -1,6 +1,6 @@
 """Checks of a checkpoint and its run before the run continues.
 
-`path` and `manifest` are the folder and the manifest of the checkpoint, `current` is this run's.
+`path` and `manifest` are the folder and the manifest of the checkpoint.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
 
 
 def check_batch(path: Path, manifest: dict, current: dict) -> None:
-    """Raise CheckpointError if the global batch size differs from `training_manifest`'s."""
+    """Raise CheckpointError if the global batch size differs from `current`, this run's."""
     saved_size, size = manifest["global_batch_size"], current["global_batch_size"]
     if saved_size != size:
         raise CheckpointError(
@@ -85,7 +85,10 @@ def check_batch(path: Path, manifest: dict, current: dict) -> None:
 
 
 def check_optimizer(path: Path, manifest: dict, current: dict) -> None:
-    """Raise CheckpointError if the optimizer's settings differ from this `optimizer_signature`."""
+    """Raise CheckpointError if the optimizer's settings differ from `current`.
+
+    `current` is this run's `optimizer_signature`. An empty setting equals a missing one.
+    """
     saved = {key: value for key, value in manifest["optimizer"].items() if value}
     settings = {key: value for key, value in current.items() if value}
     if saved != settings:

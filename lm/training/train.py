@@ -136,7 +136,7 @@ class Training(HookedLoop):
         manifest = training_manifest(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, manifest)
         on_exit.callback(self.checkpoints.close)
-        # Folder and manifest of the checkpoint from which this run starts, or None.
+        # Folder and manifest of the checkpoint from which this run continues, or None.
         self.checkpoint = ranks.run_on_main(resume_checkpoint, cfg.resume, run.checkpoints, say)
         data = open_run_data(cfg, ranks, run, self.checkpoint, self.signals)
         self.checkpoints.manifest |= data.fingerprint
@@ -247,6 +247,7 @@ class Training(HookedLoop):
         if stop_count:
             self.stop()
         is_due = self.step > 0 and self._is_validation_due
+        # A checkpoint is saved before the validation of the same update.
         if is_due and not self.ranks.run_on_main(self._has_validation):
             self._validate()
 
@@ -297,10 +298,10 @@ class Training(HookedLoop):
             error = e
         except StopRequested:
             is_stopped = True
-        failures, stops = self.ranks.sum(error is not None, is_stopped)
-        if failures:
+        failure_count, stop_count = self.ranks.sum(error is not None, is_stopped)
+        if failure_count:
             self.ranks.raise_first_error(error)
-        if stops and stream and position:
+        if stop_count and stream and position:  # a signal interrupts only streams
             stream.go_back(position)
             self.stop()
         return micro_batches
@@ -317,7 +318,8 @@ class Training(HookedLoop):
         self.checkpoint = checkpoint
         self._build_model()
         self._restore(*self.checkpoint)
-        # Keep the position in the data, but not the ends of stages that the weights have forgotten.
+        # Keep the position in the data, but restore the ends of the stages of a mixture: a stage
+        # that was learned since the checkpoint is not learned by the restored weights.
         restored = self.batches.state_dict()
         if "ends" in restored:
             data_state["ends"] = restored["ends"]
@@ -350,11 +352,11 @@ class Training(HookedLoop):
     def conclude(self) -> None:
         """Make the last validation and write result.json, unless that has been done."""
         if not self.ranks.run_on_main(self._has_result):
-            final = self.validation.measure(self.engine, self.step, lambda: None)
+            record = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
-                final |= self.validation.ngrams(self.run, self.vocab_size)
-            self.write(final)
-            self.ranks.run_on_main(self._write_result, final)
+                record |= self.validation.ngrams(self.run, self.vocab_size)
+            self.write(record)
+            self.ranks.run_on_main(self._write_result, record)
         self.engine.close()
 
     def _has_result(self) -> bool:

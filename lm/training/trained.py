@@ -65,7 +65,8 @@ def load_trained(
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as e:
-        first_problem = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        problems = str(e).partition("\n")[2]  # a line each, after torch's heading
+        first_problem = problems.partition("\n")[0].strip().rstrip(".")
         raise checkpoints.CheckpointError(
             f"the weights in {path} do not fit the model of {run.config} ({first_problem}):"
             " restore the config.yaml of the training"

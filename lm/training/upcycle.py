@@ -80,8 +80,9 @@ class WeightMatch:
         for name, tensor in self.weights.items():
             state[name].copy_(tensor)
         for layer, partner in zip(self.model.backbone.layers, self.partners):
-            for p in layer.block.out_proj.parameters() if partner is None else ():
-                p.detach().zero_()
+            if partner is None:
+                for p in layer.block.out_proj.parameters():
+                    p.detach().zero_()
 
     def describe(self) -> list[str]:
         """Return lines for the log: the number of weights taken, new layers, differences."""
@@ -92,8 +93,10 @@ class WeightMatch:
         new_layers = [f"{i} ({layer.kind})" for i, (layer, partner) in layers if partner is None]
         if new_layers:
             lines.append(f"new layers, whose out_proj is zero: {', '.join(new_layers)}")
-        reasons = f": {'; '.join(self.differences)}" if self.differences else ""
-        lines.append(f"outputs at the start are {'not ' * bool(reasons)}the source's{reasons}")
+        outputs = "the source's"
+        if self.differences:
+            outputs = f"not the source's: {'; '.join(self.differences)}"
+        lines.append(f"outputs at the start are {outputs}")
         for name in LOGGED_FIELDS:
             value, source_value = (getattr(m.config, name) for m in (self.model, self.source))
             if value != source_value:
@@ -166,7 +169,8 @@ def pair_layers(source_config: FPRNNConfig, config: FPRNNConfig) -> list[int | N
     """Pair each layer of a model with a layer of the same kind of the source, in their order.
 
     Returns:
-        For each layer the index of its partner, or None if no later layer has its kind.
+        For each layer the index of its partner. It is None if the source has no layer of the same
+        kind after the last partner.
     """
     source_kinds = [layer.kind for layer in source_config.layer_list()]
     partners: list[int | None] = []
@@ -201,34 +205,36 @@ def _compare_layers(
 
 def _rename_layers(weights: dict[str, Tensor], partners: list[int | None]) -> dict[str, Tensor]:
     """Return the source's weights by their names in the model, without layers that are not used."""
-    layer_of_partner = {partner: layer for layer, partner in enumerate(partners)}
+    layer_by_partner = {partner: layer for layer, partner in enumerate(partners)}
     renamed = {}
     for name, tensor in weights.items():
-        index = LAYER_INDEX.search(name)
-        if index is None:
+        match = LAYER_INDEX.search(name)
+        if match is None:  # not a weight of a layer
             renamed[name] = tensor
-        elif int(index[0]) in layer_of_partner:
-            renamed[LAYER_INDEX.sub(str(layer_of_partner[int(index[0])]), name)] = tensor
+        elif (source_layer := int(match[0])) in layer_by_partner:
+            renamed[LAYER_INDEX.sub(str(layer_by_partner[source_layer]), name)] = tensor
     return renamed
 
 
 def _match_names(match: WeightMatch, excluded: set[str]) -> None:
-    """Sort the model's weights into `match.weights` and `match.new`; `excluded` are new."""
+    """Sort the names of the model's weights; those in `excluded` count as new."""
     source_weights = _rename_layers(match.source.weights, match.partners)
     source_weights.setdefault(HEAD, source_weights[EMBEDDING])
-    new_layers = [f"backbone.layers.{i}." for i, p in enumerate(match.partners) if p is None]
+    new_layer_prefixes = tuple(
+        f"backbone.layers.{i}." for i, partner in enumerate(match.partners) if partner is None
+    )
     unmatched = []
     for name, tensor in match.model.state_dict().items():
         if name == HEAD and match.model.config.tie_embeddings:
             continue
         source = source_weights.get(name)
-        # `match_weights` compares vocabularies: the model may have any size of it here.
+        # `match_weights` compares the vocabularies; this model may have one of any size.
         fits = source is not None and (name in (EMBEDDING, HEAD) or source.shape == tensor.shape)
         if fits and name not in excluded:
             match.weights[name] = source
             continue
         match.new.append(name)
-        if not fits and not name.startswith(tuple(new_layers)):
+        if not fits and not name.startswith(new_layer_prefixes):
             unmatched.append(name)
     if unmatched:
         match.differences.append(f"no weight of the same shape for {format_first_names(unmatched)}")

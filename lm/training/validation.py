@@ -94,7 +94,7 @@ class Validation:
         return record
 
     def _score_sources(self, engine: Engine, keep_alive: Callable[[], None]) -> dict:
-        """Return `pool_scores` of loss, perplexity, bits per byte and tokens; of traces answers."""
+        """Return `pool_scores` of all sources; those of traces also have a score for answers."""
         total = sum(len(batches) for batches in self.held_out.values())
         finished_count, scores_by_source = 0, {}
         bar = Progress("validating", unit="batches")
@@ -127,14 +127,14 @@ class Validation:
             names: Names of the sources.
             keep_alive: Called after each micro-batch, so that the watchdog sees progress.
         """
-        losses = []
+        answer_losses = []  # mean of each source
         for name in names:
             batches = self.questions[name]
             questions = sum(len(batch["labels"]) for batch in batches)  # one per sequence
             targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
             token_loss = engine.validate(batches, lambda *_: keep_alive())["loss"]
-            losses.append(token_loss * targets / questions)
-        return math.exp(-max(losses, key=_sort_nan_last))
+            answer_losses.append(token_loss * targets / questions)
+        return math.exp(-max(answer_losses, key=_sort_nan_last))
 
     def probe_solver(self, engine: Engine) -> dict:
         """Count ℓ* on the same sequences each time, so that only the model changes.
@@ -146,7 +146,7 @@ class Validation:
             {"probe": result of `fixed_point_metrics`, with ℓ* of each layer}; {} for a model
             without fixed-point layers.
         """
-        if self.failure_watch is None:
+        if self.failure_watch is None:  # no fixed-point layers
             return {}
         main_source = max(self.shares, key=self.shares.__getitem__)
         batch = self.held_out[main_source][0]
@@ -208,11 +208,11 @@ def pool_scores(scores_by_source: dict[str, dict], shares: dict[str, float]) -> 
         scores_by_source: {source: its loss (nats per token), perplexity, tokens and bytes}.
         shares: {source: its share in training}.
     """
-    if list(scores_by_source) == [""]:
+    if list(scores_by_source) == [""]:  # the name of a single source
         return scores_by_source[""]
     sources, all_scores = list(scores_by_source), list(scores_by_source.values())
     loss = math.fsum(shares[name] * scores_by_source[name]["loss"] for name in sources)
-    bits = text_bytes = None
+    bits = text_bytes = None  # unless all sources know their bytes
     if all(scores["bytes"] for scores in all_scores):
         text_bytes = sum(scores["bytes"] for scores in all_scores)
         bytes_per_token = sum(

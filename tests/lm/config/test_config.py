@@ -33,7 +33,7 @@ def load(folder: Path, text: str, *overrides: str, job_index: int | None = None)
     return config.load(path, overrides, job_index)
 
 
-def refused(tree: dict) -> str:
+def refusal_message(tree: dict) -> str:
     with pytest.raises(ConfigError) as e:
         config.build(tree)
     assert "\n" not in str(e.value)
@@ -62,18 +62,18 @@ def test_defaults_are_a_config():
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(tree, key, suggestion):
-    assert refused(tree) == f"config: unknown key `{key}`; did you mean `{suggestion}`?"
+    assert refusal_message(tree) == f"config: unknown key `{key}`; did you mean `{suggestion}`?"
 
 
 def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
-    message = refused({"checkpoint": {"zzzz": 1}})
+    message = refusal_message({"checkpoint": {"zzzz": 1}})
     assert message == (
         "config: unknown key `checkpoint.zzzz`; the keys there are every, keep, keep_every"
     )
 
 
 @pytest.mark.parametrize("key", old_keys.REMOVED)
-def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
+def test_a_removed_key_is_accepted_only_with_its_default(key):
     schema = synthetic.config.Config if key.startswith("task.") else Config
     assert not is_key(key, schema)
     tree = {}
@@ -85,19 +85,19 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     if key.removeprefix("model.") in FIELDS_BY_KIND["fp_mamba1"]:
         option = {"fp_mamba1": {key.removeprefix("model."): "another"}}
         assert old_keys.drop_removed(tree, "config") == {"model": {"layers": [option]}}
-        tree["model"]["layers"] = "fp_mamba1"  # a pattern of its own is not changed
+        tree["model"]["layers"] = "fp_mamba1"  # then the key is not moved, but refused below
     if key in old_keys.WITHOUT_EFFECT:
         assert "another" not in str(old_keys.drop_removed(tree, "config"))
         return
     with pytest.raises(ConfigError, match=rf"`{re.escape(key)}` is 'another'"):
         old_keys.drop_removed(tree, "config")
-    describes_weights = key.startswith(old_keys.MODEL_SECTIONS)
-    with pytest.raises(ConfigError) if describes_weights else nullcontext():
+    has_effect_on_outputs = key.startswith(old_keys.MODEL_SECTIONS)
+    with pytest.raises(ConfigError) if has_effect_on_outputs else nullcontext():
         old_keys.drop_removed(tree, "config", trained=True)
 
 
-def test_every_error_is_named_at_once():
-    message = refused({"optim": {"lr": -1}, "train": {"steps": "many", "stps": 3}})
+def test_a_message_names_all_invalid_keys():
+    message = refusal_message({"optim": {"lr": -1}, "train": {"steps": "many", "stps": 3}})
     assert all(key in message for key in ("`optim.lr`", "`train.steps`", "`train.stps`"))
 
 
@@ -110,10 +110,7 @@ def test_every_error_is_named_at_once():
         ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
         ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
         ({"name": datetime.date(2020, 1, 2)}, ["`name` is 2020-01-02", "must be a valid string"]),
-        (
-            {"engine": {"deepspeed": 3}},
-            ["`engine.deepspeed` is 3", "dictionary or it must be a valid string"],
-        ),
+        ({"engine": {"deepspeed": 3}}, ["`engine.deepspeed` is 3", "or it must be a valid string"]),
         ({1: 2}, ["`[1]`: Keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
@@ -129,10 +126,7 @@ def test_every_error_is_named_at_once():
         ({"solver": {"gradient": "one-step"}}, ["is 'one-step'", "did you mean `one_step`"]),
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
-        (
-            {"model": {"vocab_size": -8}},
-            ["`model.vocab_size` is -8", "than 0 or it must be 'auto'"],
-        ),
+        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "0 or it must be 'auto'"]),
         ({"model": {"d_ff": 0}}, ["`model.d_ff` is 0", "from 1 to 65,536, or auto"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
         ({"seed": -1}, ["`seed` is -1", "greater than or equal to 0"]),
@@ -143,13 +137,13 @@ def test_every_error_is_named_at_once():
         ),
         ({"name": "a\\b"}, ["`name`: 'a\\\\b' contains a character"]),
         ({"name": "a\0b"}, ["`name`: 'a\\x00b' contains the character NUL"]),
-        # Right one by one, wrong together.
+        # Keys that contradict each other.
         ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
         ({"optim": {"lr": 1e-6}}, ["`optim`", "min_lr 1e-05 is above the peak lr 1e-06"]),
     ],
 )
 def test_a_bad_value_is_refused_in_a_sentence(tree, words):
-    message = refused(tree)
+    message = refusal_message(tree)
     assert [w for w in words if w not in message] == [], message
 
 
@@ -181,7 +175,7 @@ def test_numbers_are_numbers(tmp_path, text):
 
 
 def test_a_leading_zero_is_not_octal(tmp_path):
-    """As in YAML 1.2; 1.1 reads 010 as 8."""
+    """YAML 1.1 reads 010 as 8. Here it is a text, which pydantic converts for a number."""
     assert load(tmp_path, "train: {steps: 010}").train.steps == 10
     assert load(tmp_path, "", "name=007").name == "007"
 
@@ -290,7 +284,7 @@ def test_a_job_index_outside_the_grid_is_refused(tmp_path, index):
         ("sweep: {optim.lr: {a: 1}}", "sweep.optim.lr must be a non-empty list"),
         ("sweep: {models: {a: 1}}", "sweep.models.a must be a mapping of dotted keys"),
         ("sweep: {models: {a: {model.width: 1}}}", "unknown key `model.width`"),
-        # A bad value is found by every job, not by the job it belongs to.
+        # Job 0 also finds the bad values of job 1.
         ("sweep: {optim.lr: [1, -1]}", "`optim.lr` is -1"),
         ("sweep: {model.mixer: [dplr, dprl]}", "did you mean `dplr`"),
     ],
@@ -303,6 +297,7 @@ def test_a_bad_sweep_is_refused(tmp_path, text, words):
 
 # Written and read back.
 
+# YAML would read them as another type, or as syntax, unless `to_yaml` quotes them.
 TEXTS = [
     "1e-3",
     ".1e1",
@@ -321,7 +316,8 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
     trees = [{"engine": {"deepspeed": {text: text}}}, {"engine": {"deepspeed": text}}]
-    trees += [{"name": text, "out_dir": text}] * (INVISIBLE_CHARACTERS.search(text) is None)
+    if INVISIBLE_CHARACTERS.search(text) is None:
+        trees.append({"name": text, "out_dir": text})
     for tree in trees:
         cfg = config.build({"seed": 2**64 - 1, "optim": {"lr": 1e-300, "min_lr": 0}, **tree})
         assert load(tmp_path, cfg.to_yaml()) == cfg
@@ -333,17 +329,16 @@ def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
 def test_the_defaults_of_the_sections_are_those_of_fprnn_config():
     from lm.model.configuration_fprnn import FPRNNConfig
 
-    listed = Model().model_dump(exclude={"name", "gradient_checkpointing", "vocab_size"})
-    assert (
-        listed.keys() | Solver.model_fields.keys() | {"vocab_size"} == FIELDS.keys() - LAYER_OPTIONS
-    )
-    assert FPRNNConfig(**listed, **Solver().model_dump()).to_dict() == FPRNNConfig().to_dict()
+    model = Model().model_dump(exclude={"name", "gradient_checkpointing", "vocab_size"})
+    solver = Solver().model_dump()
+    assert {*model, *solver, "vocab_size"} == FIELDS.keys() - LAYER_OPTIONS
+    assert FPRNNConfig(**model, **solver).to_dict() == FPRNNConfig().to_dict()
     parameters = inspect.signature(FPRNNConfig).parameters
     assert parameters.keys() > FIELDS.keys() and parameters["d_model"].default == 768
     assert "d_model (768): Width of the residual stream." in FPRNNConfig.__doc__
 
 
-CHOICES = {
+SOLVER_CHOICES = {
     "token": ("auto", "exact", "iterate"),
     "schedule": ("auto", "parallel", "sequential"),
     "stopping": ("auto", "causal", "paper"),
@@ -351,39 +346,37 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("values", itertools.product(*CHOICES.values()))
-def test_the_autos_of_the_solver_are_those_of_the_model(values):
-    """`Solver.resolve_auto`, by which runs are compared, and the config of a model agree."""
+@pytest.mark.parametrize("values", itertools.product(*SOLVER_CHOICES.values()))
+def test_solver_and_fprnn_config_resolve_auto_alike(values):
+    """Runs are compared by `Solver.resolve_auto`, and a model is built from FPRNNConfig."""
     from lm.model.configuration_fprnn import FPRNNConfig
 
-    solver = Solver(**dict(zip(CHOICES, values)))
+    solver = Solver(**dict(zip(SOLVER_CHOICES, values)))
     try:
         model_config = FPRNNConfig(**solver.model_dump())
     except ValueError:
-        return  # they do not go together
-    assert {k: solver.resolve_auto()[k] for k in CHOICES} == {
-        k: getattr(model_config, k) for k in CHOICES
-    }
+        return  # values that contradict each other
+    resolved = solver.resolve_auto()
+    for name in SOLVER_CHOICES:
+        assert resolved[name] == getattr(model_config, name)
     assert solver.iterates == (model_config.token == "iterate")
 
 
-def test_what_does_not_go_together_in_the_solver_is_named_as_the_solvers():
-    cfg = config.build(
-        {"model": {"d_model": 16}, "solver": {"token": "exact", "stopping": "paper"}}
-    )
+def test_an_error_of_fprnn_config_names_the_section():
+    cfg = config.build({"solver": {"token": "exact", "stopping": "paper"}})
     with pytest.raises(ConfigError, match=r"^solver: stopping `paper`"):
-        build_model(cfg, 16)
+        build_model(cfg, vocab_size=16)
+    cfg = config.build({"model": {"block": "fp_mamba2", "headdim": 50}})
     with pytest.raises(ConfigError, match=r"^model: headdim is 50"):
-        build_model(config.build({"model": {"block": "fp_mamba2", "headdim": 50}}), 16)
+        build_model(cfg, vocab_size=16)
 
 
-def test_a_baseline_reads_nothing_of_the_solver():
+def test_a_baseline_ignores_the_section_solver():
     tree = {"model": {"name": "lstm", "d_model": 16, "n_layer": 1}}
+    default = config.build(tree)
     cfg = config.build({**tree, "solver": {"token": "iterate", "stopping": "paper"}})
-    assert (
-        build_model(cfg, 16).config.to_dict()
-        == build_model(config.build(tree), 16).config.to_dict()
-    )
+    models = [build_model(c, vocab_size=16) for c in (cfg, default)]
+    assert models[0].config.to_dict() == models[1].config.to_dict()
 
 
 # The shipped YAMLs.
@@ -408,12 +401,12 @@ PAPER_CONFIG = ROOT / "configs/lm/fpmamba_160m_fineweb2b_paper.yaml"
 def test_the_papers_language_model_has_the_papers_constants():
     """The table 'Constants of the paper's experiments', row 'language model', written out."""
     cfg = config.load(PAPER_CONFIG)
-    m, d, o, t = cfg.model, cfg.data, cfg.optim, cfg.train
+    m, d, o, t, s = cfg.model, cfg.data, cfg.optim, cfg.train, cfg.solver
     assert (d.source, d.dataset, d.val_tokens) == ("fineweb", "HuggingFaceFW/fineweb", 200_000)
     assert (cfg.tokenizer.name, d.leading_eos) == ("gpt2", True)  # EOS text EOS
     assert (m.name, m.block, m.mixer, m.mixer_rank) == ("fprnn", "fp_mamba1", "householder", 1)
     assert (m.n_layer, m.d_model, m.d_state, m.expand, d.seq_len) == (12, 768, 16, 2, 2048)
-    assert m.vocab_size == -(-50257 // 8) * 8 == 50264
+    assert m.vocab_size == 50264  # the 50,257 tokens of gpt2, rounded up to a multiple of 8
     assert (t.global_batch_size, t.micro_batch_size) == (256, 8)
     assert [t.accumulation(ranks) for ranks in (1, 4, 16)] == [32, 8, 2]
     assert cfg.tokens_per_step(4) == cfg.tokens_per_step(16) == 256 * 2048
@@ -424,7 +417,6 @@ def test_the_papers_language_model_has_the_papers_constants():
     assert (o.weight_decay, o.grad_clip) == (0.1, 1.0)
     assert (o.warmup, o.schedule) == (0.1, "cosine")
     # The paper's solver (App. B.4).
-    s = cfg.solver
     assert (s.token, s.schedule, s.stopping) == ("iterate", "parallel", "paper")
     assert (s.tol, s.stepsize, s.stepsize_decay) == (0.1, 0.99, 0.9)
     assert (s.quantile, s.eval_max_iters) == (0.75, 1000)
@@ -441,7 +433,7 @@ def test_the_baseline_differs_from_the_papers_model_only_in_the_model_and_its_so
         assert getattr(baseline.model, field) == getattr(paper.model, field)
 
 
-def test_our_configuration_of_it_differs_only_in_the_solver_and_in_what_changes_no_update():
+def test_the_exact_config_differs_from_the_papers_only_in_solver_and_micro_batch():
     paper = config.load(PAPER_CONFIG)
     exact = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
     assert exact.solver == Config().solver
@@ -451,8 +443,7 @@ def test_our_configuration_of_it_differs_only_in_the_solver_and_in_what_changes_
     assert exact == paper
 
 
-def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_layers():
-    """And in how many sequences a GPU takes at once, which changes no update."""
+def test_the_matched_baseline_differs_from_the_papers_only_in_layers_and_micro_batch():
     paper = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
     matched = config.load(ROOT / "configs/lm/mamba_169m_fineweb2b.yaml")
     matched.name, matched.model.n_layer = paper.name, paper.model.n_layer
@@ -463,23 +454,24 @@ def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_laye
 # docs/config.md.
 
 
-def test_the_page_says_what_a_resumed_run_may_change():
+def test_the_page_lists_the_keys_that_a_resumed_run_may_change():
+    """A key is listed under its rule, unless it has the rule of its section (at the top: free)."""
     text = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     part = text.partition("## Resuming")[2].partition("\n## ")[0]
     items = [
         set(re.findall(r"`([\w.]+)`", item)) for item in re.split(r"^- ", part, flags=re.M)[1:]
     ]
-    listed = dict(zip((FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME), items))
-    listed[FREE_ON_RESUME] -= {"train.steps"}
-    tops = {name: resume_rule(Config, name) for name in Config.model_fields}
+    listed_keys = dict(zip((FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME), items))
+    listed_keys[FREE_ON_RESUME] -= {"train.steps"}
+    top_rules = {name: resume_rule(Config, name) for name in Config.model_fields}
     keys = [
         f"{prefix}.{name}"
         for prefix, section in config_page.collect_sections(Config()).items()
         for name in type(section).model_fields
         if prefix
     ]
-    rules = {key: resume_rule(Config, key) for key in keys} | tops
+    rules = {key: resume_rule(Config, key) for key in keys} | top_rules
     for key, rule in rules.items():
-        inherited = FREE_ON_RESUME if key in tops else tops[key.partition(".")[0]]
-        named = [kind for kind, keys in listed.items() if key in keys]
-        assert named == ([] if rule is inherited else [rule]), key
+        inherited_rule = FREE_ON_RESUME if key in top_rules else top_rules[key.partition(".")[0]]
+        listed_rules = [listed_rule for listed_rule, keys in listed_keys.items() if key in keys]
+        assert listed_rules == ([] if rule is inherited_rule else [rule]), key

@@ -6,9 +6,10 @@ import shutil
 import pytest
 
 from lm.runs.checkpoint import list_checkpoints
-from tests.running import ENV, fprnn, run
+from tests.lm.training.test_recovery import TINY
+from tests.running import fprnn, run
 
-# With state noise and adversarial noise, which must not depend on the number of ranks.
+# The tiny run has 8 updates. Its state noise and adversarial noise must not depend on the ranks.
 SETTINGS = (
     "checkpoint.every=2",
     "checkpoint.keep=9",
@@ -25,17 +26,18 @@ def trace(records):
 
 
 def assert_close(records, reference, after):
-    """Check that every update after `after` has the loss of the reference."""
+    """Check that the records are of all updates after `after`, and agree with a `trace`."""
     actual = trace(records)
     assert sorted(actual) == list(range(after + 1, 9))
     for step, (loss, lr, tokens) in actual.items():
-        assert loss == pytest.approx(reference[step][0], rel=1e-5), step
-        assert (lr, tokens) == (pytest.approx(reference[step][1], rel=1e-12), reference[step][2])
+        expected_loss, expected_lr, expected_tokens = reference[step]
+        assert loss == pytest.approx(expected_loss, rel=1e-5), step
+        assert lr == pytest.approx(expected_lr, rel=1e-12) and tokens == expected_tokens, step
 
 
-def resume_run(tmp_path, name, from_step, source, *overrides, processes=0):
-    """Train a run `name` from a checkpoint of the run `source`, with another layout."""
-    checkpoint = tmp_path / "runs" / source / f"checkpoints/step-{from_step:06d}"
+def resume_run(tmp_path, name, source, step, *overrides, processes=0):
+    """Train a run `name` from the checkpoint `step` of the run `source`, with another layout."""
+    checkpoint = tmp_path / "runs" / source / f"checkpoints/step-{step:06d}"
     overrides = (*SETTINGS, f"name={name}", f"resume={checkpoint}", *overrides)
     records, process = run(tmp_path / "runs", *overrides, processes=processes, name=name)
     assert "distributed again" in process.stdout
@@ -45,10 +47,10 @@ def resume_run(tmp_path, name, from_step, source, *overrides, processes=0):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """An uninterrupted run on one rank under ZeRO-1, with micro-batches of two."""
-    out = tmp_path_factory.mktemp("elastic")
-    records, _ = run(out / "runs", *SETTINGS)
-    return out, trace(records)
+    """Folder and trace of an uninterrupted run on one rank under ZeRO-1, micro-batches of two."""
+    folder = tmp_path_factory.mktemp("elastic")
+    records, _ = run(folder / "runs", *SETTINGS)
+    return folder, trace(records)
 
 
 def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
@@ -56,81 +58,58 @@ def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
 
     Each run resumes the previous run's checkpoint.
     """
-    out, expected = reference
+    reference_folder, expected = reference
     first, _ = run(tmp_path / "runs", *SETTINGS, processes=2)
-    assert_close(first, expected, 0)
+    assert_close(first, expected, after=0)
     two_ranks, one_rank = (
         json.loads((folder / "runs/tiny/result.json").read_text())["validation"]
-        for folder in (tmp_path, out)
+        for folder in (tmp_path, reference_folder)
     )
     assert two_ranks["bytes"] == one_rank["bytes"] > one_rank["tokens"]
     assert two_ranks["bits_per_byte"] == pytest.approx(one_rank["bits_per_byte"], rel=1e-5)
-    second = resume_run(tmp_path, "second", 2, "tiny", "engine.zero_stage=3")
-    assert_close(second, expected, 2)
-    third = resume_run(
-        tmp_path,
-        "third",
-        4,
-        "second",
-        "engine.zero_stage=0",
-        "train.micro_batch_size=1",
-        processes=2,
-    )
-    assert_close(third, expected, 4)
-    assert [p.name for p in list_checkpoints(tmp_path / "runs/third/checkpoints")] == [
-        "step-000006",
-        "step-000008",
-    ]
+    second = resume_run(tmp_path, "second", "tiny", 2, "engine.zero_stage=3")
+    assert_close(second, expected, after=2)
+    overrides = ("engine.zero_stage=0", "train.micro_batch_size=1")
+    third = resume_run(tmp_path, "third", "second", 4, *overrides, processes=2)
+    assert_close(third, expected, after=4)
+    checkpoints = list_checkpoints(tmp_path / "runs/third/checkpoints")
+    assert [path.name for path in checkpoints] == ["step-000006", "step-000008"]
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 def test_resume_under_another_stage_on_one_rank(reference, tmp_path, stage):
-    out, expected = reference
-    checkpoint = out / "runs/tiny/checkpoints/step-000004"
-    records, process = run(
-        tmp_path, *SETTINGS, f"resume={checkpoint}", f"engine.zero_stage={stage}"
-    )
-    assert "was written by 1 rank under ZeRO-1: weights and optimizer are distributed again" in (
-        " ".join(process.stdout.split())
-    )
-    assert_close(records, expected, 4)
+    folder, expected = reference
+    checkpoint = folder / "runs/tiny/checkpoints/step-000004"
+    settings = (*SETTINGS, f"resume={checkpoint}", f"engine.zero_stage={stage}")
+    records, process = run(tmp_path, *settings)
+    note = "was written by 1 rank under ZeRO-1: weights and optimizer are distributed again"
+    assert note in " ".join(process.stdout.split())
+    assert_close(records, expected, after=4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before,after", [(0, 3), (2, 1), (3, 2), (0, 1), (2, 0)])
-def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, before, after):
+@pytest.mark.parametrize("stage, new_stage", [(0, 3), (2, 1), (3, 2), (0, 1), (2, 0)])
+def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, stage, new_stage):
     _, expected = reference
-    run(tmp_path / "runs", *SETTINGS, f"engine.zero_stage={before}", processes=2)
-    records = resume_run(tmp_path, "second", 2, "tiny", f"engine.zero_stage={after}", processes=2)
-    assert_close(records, expected, 2)
+    run(tmp_path / "runs", *SETTINGS, f"engine.zero_stage={stage}", processes=2)
+    override = f"engine.zero_stage={new_stage}"
+    records = resume_run(tmp_path, "second", "tiny", 2, override, processes=2)
+    assert_close(records, expected, after=2)
 
 
 def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
-    out, _ = reference
-    checkpoint = out / "runs/tiny/checkpoints/step-000004"
-    process = fprnn(
-        "train",
-        "--config",
-        "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path}",
-        f"resume={checkpoint}",
-        "train.grad_accum_steps=1",
-    )
-    assert "was trained with 4 sequences per update, this run has 2" in process.stderr, ENV
+    folder, _ = reference
+    checkpoint = folder / "runs/tiny/checkpoints/step-000004"
+    settings = (f"out_dir={tmp_path}", f"resume={checkpoint}", "train.grad_accum_steps=1")
+    process = fprnn(*TINY, *settings)
+    assert "was trained with 4 sequences per update, this run has 2" in process.stderr
 
 
 def test_resume_with_fewer_updates_than_made_is_refused(reference, tmp_path):
-    out, _ = reference
-    shutil.copytree(out / "runs", tmp_path / "runs")
+    folder, _ = reference
+    shutil.copytree(folder / "runs", tmp_path / "runs")
     result = (tmp_path / "runs/tiny/result.json").read_text()
-    process = fprnn(
-        "train",
-        "--config",
-        "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path / 'runs'}",
-        *SETTINGS,
-        "resume=auto",
-        "train.steps=4",
-    )
+    settings = (f"out_dir={tmp_path / 'runs'}", *SETTINGS, "resume=auto", "train.steps=4")
+    process = fprnn(*TINY, *settings)
     assert process.returncode == 1 and "has 8 updates, and train.steps is only 4" in process.stderr
     assert (tmp_path / "runs/tiny/result.json").read_text() == result

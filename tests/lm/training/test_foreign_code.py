@@ -1,6 +1,7 @@
 """Files from other people are read without running code in them."""
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -21,13 +22,13 @@ STEP = "checkpoints/step-000008"
 
 
 class MaliciousPickle:
-    """An object that creates a folder when it is unpickled."""
+    """An object that creates the folder `mark` when it is unpickled."""
 
-    def __init__(self, place):
-        self.place = place
+    def __init__(self, mark):
+        self.mark = mark
 
     def __reduce__(self):
-        return __import__("os").mkdir, (str(self.place),)
+        return os.mkdir, (str(self.mark),)
 
 
 def plant_object(run, name, mark):
@@ -41,16 +42,16 @@ def plant_object(run, name, mark):
 
 
 @pytest.fixture
-def plant_code(tiny_run, tmp_path):
-    """Return a function that plants code in a file of a copy of the tiny run."""
+def copy_with_code(tiny_run, tmp_path):
+    """Function that copies the tiny run, plants code in a file, and returns (copy, mark)."""
 
-    def make(name):
-        copy = tmp_path / "plant_code" / "tiny"
+    def copy_and_plant(name):
+        copy = tmp_path / "malicious" / "tiny"
         shutil.copytree(tiny_run, copy)
         plant_object(copy, name, tmp_path / "mark")
         return copy, tmp_path / "mark"
 
-    return make
+    return copy_and_plant
 
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -66,37 +67,34 @@ def test_files_of_a_training_are_read(tiny_run):
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, WEIGHTS])
-def test_commands_run_no_code_in_a_run_folder(plant_code, capsys, tmp_path, name):
-    run, mark = plant_code(name)
+def test_commands_run_no_code_in_a_run_folder(copy_with_code, capsys, tmp_path, name):
+    run, mark = copy_with_code(name)
     message = f"{name} is not read: it holds posix.mkdir, which fprnn never writes"
     config = ("--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'others'}")
     assert message in refused(capsys, "export", run, tmp_path / "hf")
     assert message in refused(capsys, "inspect", run, "a b")
     for override in (f"init_from={run}", f"resume={run / STEP}"):
         process = fprnn("train", *config, override)
-        assert message in process.stderr and "Traceback" not in process.stderr, (
-            override,
-            process.stderr,
-        )
+        assert message in process.stderr, (override, process.stderr)
+        assert "Traceback" not in process.stderr, override
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RANK])
 @pytest.mark.parametrize("stage", [1, 0])
-def test_resume_runs_no_code_in_a_run_folder(plant_code, name, stage):
-    """With the layout of the checkpoint and with another."""
-    run, mark = plant_code(name)
+def test_resume_runs_no_code_in_a_run_folder(copy_with_code, name, stage):
+    """Resume with the checkpoint's ZeRO stage, 1, and with another."""
+    run, mark = copy_with_code(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
-    process = fprnn(*command(run.parent, *overrides)[3:])
-    assert f"{name} is not read" in process.stderr and "Traceback" not in process.stderr, (
-        process.stderr
-    )
+    process = fprnn(*command(run.parent, *overrides)[3:])  # without `python -m lm`
+    assert f"{name} is not read" in process.stderr, process.stderr
+    assert "Traceback" not in process.stderr, process.stderr
     assert not mark.exists()
 
 
 # Code in an export, or named in a configuration.
 
-CODE = 'open({mark!r}, "w").close()\n'
+CODE = 'open({mark!r}, "w").close()\n'  # creates the file `mark`
 
 
 @pytest.fixture
@@ -118,8 +116,8 @@ def test_code_next_to_builtin_export_is_not_run(export, tmp_path):
 
 def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
     mark = tmp_path / "mark"
-    for file in export.glob("modeling_fprnn.py"):
-        file.write_text(CODE.format(mark=str(mark)) + file.read_text())
+    file = export / "modeling_fprnn.py"
+    file.write_text(CODE.format(mark=str(mark)) + file.read_text())
     config = read_json(export / "config.json")
     write_json(export / "config.json", config | {"model_type": "somebodys"})
     code = (export / "configuration_fprnn.py").read_text()
@@ -130,9 +128,8 @@ def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
         ("eval", export, "--tasks", "catbabi_mini"),
     ):
         output = refused(capsys, *arguments)
-        assert "needs code of its own (" in output and "--trust (in Python trust=True)" in output, (
-            output
-        )
+        assert "needs code of its own (" in output, output
+        assert "--trust (in Python trust=True)" in output, output
     with pytest.raises(LoadError, match="needs code of its own"):
         language_model.load(export)
     assert not mark.exists()
@@ -182,9 +179,9 @@ def test_class_is_announced_before_import_and_not_run_by_plan(tmp_path, capsys, 
     assert "has no class Mixer" in captured.err
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_pickled_weights_are_refused(tmp_path, zipped):
-    """torch's own message advises to run the pickle."""
+@pytest.mark.parametrize("is_zip_file", [True, False])
+def test_pickled_weights_are_refused(tmp_path, is_zip_file):
+    """The message replaces torch's, which advises to run the pickle."""
     from transformers import MambaConfig
 
     from lm.training import init_from
@@ -193,7 +190,7 @@ def test_pickled_weights_are_refused(tmp_path, zipped):
     MambaConfig(**sizes).save_pretrained(tmp_path)
     file = tmp_path / "pytorch_model.bin"
     mark = tmp_path / "mark"
-    torch.save({"x": MaliciousPickle(mark)}, file, _use_new_zipfile_serialization=zipped)
+    torch.save({"x": MaliciousPickle(mark)}, file, _use_new_zipfile_serialization=is_zip_file)
     for read in (init_from.read_source, load_model):
         with pytest.raises(LoadError, match=rf"{file} is not read: it is a pickle that holds the"):
             read(tmp_path)

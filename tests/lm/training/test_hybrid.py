@@ -10,15 +10,9 @@ from lm.report.plan import plan
 from lm.training.build import build_model, check_section
 
 
-def hybrid(**model):
+def make_cfg(**model):
     sizes = {"d_model": 16, "n_layer": 4, "d_state": 4, "headdim": 8}
     return config.build({"model": sizes | model, "tokenizer": {"vocab_size": 300}})
-
-
-def refused(cfg) -> str:
-    with pytest.raises(ConfigError) as e:
-        check_section(cfg.model, cfg.solver, 8)
-    return str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -34,13 +28,17 @@ def refused(cfg) -> str:
     ],
 )
 def test_wrong_layer_patterns_are_refused(model, message):
-    assert message in refused(hybrid(**model))
+    cfg = make_cfg(**model)
+    with pytest.raises(ConfigError) as e:
+        check_section(cfg.model, cfg.solver, seq_len=8)
+    assert message in str(e.value)
 
 
-def test_options_of_fixed_points_are_refused_without_them():
-    cfg = hybrid(layers="mamba attention")
-    assert hybrid(layers="mamba fp_rnn").model.has_fixed_point and hybrid().model.has_fixed_point
-    assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
+def test_adversarial_noise_is_refused_without_fixed_point_layers():
+    for model in ({"layers": "mamba fp_rnn"}, {}):
+        assert make_cfg(**model).model.has_fixed_point
+    for model in ({"layers": "mamba attention"}, {"name": "mamba"}):
+        assert not make_cfg(**model).model.has_fixed_point
     with pytest.raises(ConfigError, match="mamba has none: set it to 0"):
         config.build(
             {"model": {"layers": "mamba"}, "train": {"adversarial_noise": 0.1}},
@@ -50,18 +48,18 @@ def test_options_of_fixed_points_are_refused_without_them():
 
 def test_the_plan_counts_every_layer():
     """Each layer counts as in a model of its own; Mamba's FLOPs do not depend on evaluations."""
+
+    def count(layers, n_layer=1, **model):
+        cfg = make_cfg(layers=layers, n_layer=n_layer, **model)
+        return count_saved_floats(cfg, on_gpu=False)
+
     kinds = ("mamba", "mlp", "gated_deltaproduct")
-    single = [count_saved_floats(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
-    combined = count_saved_floats(hybrid(layers=" ".join(kinds), n_layer=6), False)
-    assert combined == [count for [count] in single] * 2
-    narrow = count_saved_floats(hybrid(layers=[{"mamba": {"expand": 0.5}}], n_layer=1), False)
-    assert narrow == [single[0][0] / 4]
-    mlp = [
-        count_saved_floats(hybrid(layers="mlp", n_layer=1, expand=e), False)[0] * e for e in (1, 4)
-    ]
-    assert mlp[0] == mlp[1], "it has no expand"
-    actual = plan(hybrid(layers="mamba"), 1)
+    single = [count(kind)[0] for kind in kinds]
+    assert count(" ".join(kinds), n_layer=6) == single * 2
+    assert count([{"mamba": {"expand": 0.5}}]) == [single[0] / 4], "the model's expand is 2"
+    # Counts are per channel of the model's d_inner = expand · d_model. An MLP has no expand.
+    assert count("mlp", expand=1)[0] == 4 * count("mlp", expand=4)[0]
+    actual = plan(make_cfg(layers="mamba"), 1)
     assert actual["flops_per_token"] > 0 and actual["evaluations"] is None
-    assert actual["parameters"] == sum(
-        p.numel() for p in build_model(hybrid(layers="mamba"), 304).parameters()
-    )
+    model = build_model(make_cfg(layers="mamba"), vocab_size=304)  # 300, as a multiple of 8
+    assert actual["parameters"] == sum(p.numel() for p in model.parameters())

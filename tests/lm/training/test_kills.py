@@ -16,7 +16,7 @@ from lm.runs.checkpoint import checkpoint_step, find_newest_checkpoint
 from lm.training.reshard import consolidate_weights
 from tests.running import ENV, ROOT, command, run
 
-CYCLES = int(os.environ.get("FPRNN_KILLS", "100"))
+KILLS = int(os.environ.get("FPRNN_KILLS", "100"))
 # One and two ranks sum in different orders. A contractive model with small steps keeps this
 # rounding small over some hundred updates; untrained layers, or a model that overfits its few
 # documents, would amplify it. A wrong micro-batch would change a loss by more than 0.01. The
@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 def kill_after(seconds, out, processes, settings) -> bool:
-    """Start the run and kill its processes after `seconds`; return False if it ended before."""
+    """Start or resume the run, and kill it `seconds` after its next update; False if it ended."""
     env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{ENV['PATH']}"}
     process = subprocess.Popen(
         command(out, *settings, "resume=auto", processes=processes if processes > 1 else 0),
@@ -49,9 +49,9 @@ def kill_after(seconds, out, processes, settings) -> bool:
         start_new_session=True,
     )
     metrics = out / "tiny/metrics.jsonl"
-    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    old_time = metrics.stat().st_mtime_ns if metrics.exists() else 0
     deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.stat().st_mtime_ns == before:
+    while not metrics.exists() or metrics.stat().st_mtime_ns == old_time:
         if process.poll() is not None:
             output = process.communicate()[0]
             assert process.returncode == 0, output
@@ -71,13 +71,14 @@ def kill_after(seconds, out, processes, settings) -> bool:
 
 @pytest.mark.slow
 def test_resume_after_random_kills_is_identical(tmp_path):
-    """FPRNN_KILLS cycles (100), each on one rank or two."""
+    """The run is killed KILLS times, on one rank, two ranks, one rank, and so on."""
     rng = random.Random(0)
     out = tmp_path / "runs"
     endless = (*SETTINGS, "train.steps=1000000")
     resume_steps = [0]
-    for cycle in range(CYCLES):
-        assert kill_after(rng.uniform(0, 1.5), out, (1, 2, 1)[cycle % 3], endless)
+    for kill in range(KILLS):
+        processes = (1, 2, 1)[kill % 3]
+        assert kill_after(rng.uniform(0, 1.5), out, processes, endless)
         path = find_newest_checkpoint(out / "tiny/checkpoints", lambda _: None)
         resume_steps.append(checkpoint_step(path) if path else 0)
         assert resume_steps[-1] >= resume_steps[-2]
@@ -85,14 +86,12 @@ def test_resume_after_random_kills_is_identical(tmp_path):
     resumed, _ = run(out, *final, "resume=auto")
     whole, _ = run(tmp_path / "whole", *final)
     assert [(r["step"], r["tokens"]) for r in resumed] == [(r["step"], r["tokens"]) for r in whole]
-    differences = [abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(resumed, whole)]
+    differences = [abs(a["loss"] - b["loss"]) for a, b in zip(resumed, whole)]
     assert max(differences) < 1e-4
-    weights = [
-        consolidate_weights(find_newest_checkpoint(o / "tiny/checkpoints"))
-        for o in (out, tmp_path / "whole")
-    ]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=0)
-    print(
-        f"score: {CYCLES} kills, {resume_steps[-1]} updates, losses within {max(differences):.1e}"
+    actual, expected = (
+        consolidate_weights(find_newest_checkpoint(folder / "tiny/checkpoints"))
+        for folder in (out, tmp_path / "whole")
     )
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
+    print(f"score: {KILLS} kills, {resume_steps[-1]} updates, losses within {max(differences):.1e}")

@@ -18,7 +18,7 @@ TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def run_with_fault(fault, *args, timeout=120):
-    """Run a command with a fault; return its CompletedProcess."""
+    """Run a command with a fault of tests/faults.py; return its CompletedProcess."""
     return FORKS.run("tests.faults", [fault, *args], timeout)
 
 
@@ -37,6 +37,7 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     """
     settings = (f"engine.zero_stage={stage}", "log.every=1", "train.max_rollbacks=1")
     broken = tmp_path / "broken"
+    # An update has two forward passes; pass 11 is the first of update 6.
     done = run_with_fault("nan_at=11", *TINY, f"out_dir={broken}", *settings)
     assert done.returncode == 0, done.stderr
     message = " ".join(done.stdout.split())
@@ -51,14 +52,15 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     else:
         run(tmp_path / "whole", *settings)
     checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
-    advance(checkpoint, micro_batches=4)
+    skip_data(checkpoint, micro_batches=4)
     expected, _ = run(tmp_path / "ahead", *settings, f"resume={checkpoint}")
     actual = trace(read_losses(broken / "tiny"))
     assert sorted(actual) == list(range(1, 9))
-    assert {s: v for s, v in actual.items() if s > 4} == trace(expected)
+    after_rollback = {step: values for step, values in actual.items() if step > 4}
+    assert after_rollback == trace(expected)
 
 
-def advance(checkpoint, micro_batches):
+def skip_data(checkpoint, micro_batches):
     """Move the checkpoint's position in the data."""
 
     def move(state):
@@ -78,6 +80,7 @@ def rewrite_file(path, change):
 
 
 def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
+    # Pass 3 is the first of update 2, and the first checkpoint is of update 4.
     done = run_with_fault("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED
     assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
@@ -98,25 +101,17 @@ def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
 )
 def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, fault, tensor_name, stage):
     """The run rolls back to update 2 before it saves the NaN of update 4."""
-    done = run_with_fault(
-        f"{fault}_nan_at=4",
-        *TINY,
-        f"out_dir={tmp_path}",
-        "checkpoint.every=2",
-        f"engine.zero_stage={stage}",
-    )
+    settings = (f"out_dir={tmp_path}", "checkpoint.every=2", f"engine.zero_stage={stage}")
+    done = run_with_fault(f"{fault}_nan_at=4", *TINY, *settings)
     assert done.returncode == 0, done.stderr
     message = " ".join(done.stdout.split())
-    assert (
-        f"note: update 4: NaN or infinity in {tensor_name}: back to the checkpoint of update 2"
-        in message
-    )
-    assert "(rollback 1 of 2)" in message
+    note = f"note: update 4: NaN or infinity in {tensor_name}: back to the checkpoint of update 2"
+    assert note in message and "(rollback 1 of 2)" in message
     assert sorted(trace(read_losses(tmp_path / "tiny"))) == list(range(1, 9))
 
 
-def damage_optimizer(checkpoint, value, key="exp_avg"):
-    """Put a value into the optimizer's fp32 weights, or into a moment."""
+def damage_optimizer(checkpoint, value, key):
+    """Set all fp32 weights of the optimizer, or the first number of a moment, to a value."""
 
     def damage(saved):
         state = saved["optimizer_state_dict"]
@@ -128,32 +123,32 @@ def damage_optimizer(checkpoint, value, key="exp_avg"):
     rewrite_file(checkpoint / "zero_pp_rank_0_mp_rank_00_optim_states.pt", damage)
 
 
+SETTINGS = ("checkpoint.every=2", "checkpoint.keep=4")
+
+
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory):
-    """Run directory of a run that was killed after update 6, with checkpoints of 2, 4 and 6."""
+    """Folder of a run like one that was killed after update 6, with checkpoints of 2, 4 and 6."""
     out = tmp_path_factory.mktemp("killed_run")
-    run(out, "checkpoint.every=2", "checkpoint.keep=4")
+    run(out, *SETTINGS)
     shutil.rmtree(out / "tiny/checkpoints/step-000008")
     (out / "tiny/result.json").unlink()
     return out
 
 
-RESUME = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
-
-
 @pytest.mark.parametrize(
-    "value, place, resume",
-    [(1e30, "weights", "auto"), (float("nan"), "exp_avg", "step-000006")],
+    "value, key, is_resumed_by_path",
+    [(1e30, "weights", False), (float("nan"), "exp_avg", True)],
     ids=["overflow", "NaN"],
 )
 def test_second_failure_rolls_back_one_checkpoint_further(
-    killed_run, tmp_path, value, place, resume
+    killed_run, tmp_path, value, key, is_resumed_by_path
 ):
     """Finite weights that overflow in every pass, or a moment that is NaN."""
     out = shutil.copytree(killed_run, tmp_path / "out")
     newest = out / "tiny/checkpoints/step-000006"
-    damage_optimizer(newest, value, place)
-    _, done = run(out, *RESUME, f"resume={'auto' if resume == 'auto' else newest}")
+    damage_optimizer(newest, value, key)
+    _, done = run(out, *SETTINGS, f"resume={newest if is_resumed_by_path else 'auto'}")
     message = " ".join(done.stdout.split())
     assert "back to the checkpoint of update 6" in message
     assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in message
@@ -185,13 +180,13 @@ def test_hanging_run_ends_and_writes_stacks(tmp_path):
 
 
 def test_second_run_in_the_same_directory_is_refused(tmp_path):
-    long = ("train.steps=4000", "eval.every=4000", "checkpoint.every=4000")
-    first = FORKS.start("lm", [*TINY, f"out_dir={tmp_path}", *long])
+    long_run = ("train.steps=4000", "eval.every=4000", "checkpoint.every=4000")
+    first = FORKS.start("lm", [*TINY, f"out_dir={tmp_path}", *long_run])
     try:
         metrics = tmp_path / "tiny/metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
         for overwrite in ((), ("--overwrite",)):
-            done = fprnn(*TINY, f"out_dir={tmp_path}", *long, "resume=auto", *overwrite)
+            done = fprnn(*TINY, f"out_dir={tmp_path}", *long_run, "resume=auto", *overwrite)
             assert done.returncode == FAILED
             assert f"is in use by process {first.pid} on" in done.stderr
         first.send_signal(signal.SIGINT)  # Ctrl-C saves and stops, too
@@ -209,9 +204,9 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
-def test_exit_status_distinguishes_kinds_of_end(tmp_path):
+def test_exit_status_tells_wrong_data_config_and_folder_apart(tmp_path):
     assert fprnn(*TINY, f"out_dir={tmp_path}", "data.path=nowhere").returncode == BAD_DATA
     assert fprnn(*TINY, f"out_dir={tmp_path}", "train.steps=x").returncode == BAD_CONFIG
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny/thesis.txt").touch()
+    (tmp_path / "tiny/thesis.txt").touch()  # the folder belongs to something else
     assert fprnn(*TINY, f"out_dir={tmp_path}").returncode == FAILED

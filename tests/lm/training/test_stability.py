@@ -1,4 +1,4 @@
-"""Updates with adversary and bf16 compared with plain autograd; wrong settings."""
+"""Updates with adversarial noise and under bf16, compared with plain autograd; wrong settings."""
 
 import json
 
@@ -11,7 +11,10 @@ from tests.running import run, run_ranks_for_json
 
 @pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
 def updates(request):
-    """(number of ranks, output of tests/oracle_updates.py), for one rank and for two."""
+    """(number of ranks, output of tests/oracle_updates.py), for one rank and for two.
+
+    The output has for each kind of update {ZeRO stage and model: its comparison}.
+    """
     return request.param, run_ranks_for_json("tests.oracle_updates", request.param)
 
 
@@ -20,24 +23,28 @@ def updates(request):
 )
 def test_update_equals_plain_autograd(kind, tolerance, updates):
     """All ZeRO stages, with different numbers of targets in the micro-batches."""
-    for name, case in updates[1][kind].items():
+    _, comparisons = updates
+    for name, case in comparisons[kind].items():
         assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
 
 
-def test_adversarial_update_counts_evaluations_of_first_pass(updates):
-    processes, actual = updates
-    for stage, case in actual["against_adversary"].items():
+def test_adversarial_update_reports_only_its_first_passes(updates):
+    """Each of the three updates has four sequences, with a micro-batch each."""
+    processes, comparisons = updates
+    for stage, case in comparisons["against_adversary"].items():
         assert case["solves"] == [4 // processes] * 3, stage
 
 
 def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
-    cases = updates[1]["under_bf16"].values()
-    assert len(cases) == 4
+    _, comparisons = updates
+    cases = comparisons["under_bf16"].values()
+    assert len(cases) == 4  # ZeRO stages
+    # "bf16" is the share of parameters with gradients that look rounded to bf16.
     assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in cases)
 
 
 def test_adversary_starts_after_the_curriculum(tmp_path):
-    """Before that, the losses are bit for bit those without an adversary."""
+    """Until then, the gradients are bit for bit those without adversarial noise."""
     mixture = {"s3": {"source": "traces", "weight": 1, "traces": {"documents": 400}}}
     settings = [
         "data.source=builtin",
@@ -46,13 +53,13 @@ def test_adversary_starts_after_the_curriculum(tmp_path):
         'data.curriculum=[{"until": 3, "weights": {"s3": 1}}]',
         "data.val_tokens=300",
     ]
-    (plain, _), (with_one, _) = (
-        run(tmp_path / str(kappa), *settings, f"train.adversarial_noise={kappa}")
-        for kappa in (0, 0.5)
+    (plain, _), (adversarial, _) = (
+        run(tmp_path / str(noise), *settings, f"train.adversarial_noise={noise}")
+        for noise in (0, 0.5)
     )
-    is_equal = [one["grad_norm"] == other["grad_norm"] for one, other in zip(plain, with_one)]
+    is_equal = [a["grad_norm"] == b["grad_norm"] for a, b in zip(plain, adversarial)]
     assert is_equal[:4] == [True, True, True, False]
-    assert with_one[3]["loss"] == plain[3]["loss"], "the logged loss is of the first pass"
+    assert adversarial[3]["loss"] == plain[3]["loss"], "the logged loss is of the first pass"
 
 
 @pytest.mark.parametrize(
@@ -68,9 +75,10 @@ def test_adversary_without_fixed_point_layer_is_refused(tiny, settings, message)
 
 
 @pytest.mark.parametrize(
-    "stage, begins", [({}, False), ({"min_answer_prob": 0.9}, True), ({"until": 7}, True)]
+    "stage, can_begin", [({}, False), ({"min_answer_prob": 0.9}, True), ({"until": 7}, True)]
 )
-def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
+def test_adversary_after_the_last_update_is_refused(tiny, stage, can_begin):
+    """The tiny run has 8 updates, and `min_answer_prob` may end the stage before them."""
     mixture = {"s3": {"source": "traces", "weight": 1}}
     stages = [{"until": 8, "weights": {"s3": 1}} | stage]
     cfg = tiny(
@@ -80,8 +88,8 @@ def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
         f"data.curriculum={json.dumps(stages)}",
         "train.adversarial_noise=0.1",
     )
-    if begins:
+    if can_begin:
         check_updates(cfg)
     else:
-        with pytest.raises(ConfigError, match=r"at update 8, but train\.steps is only 8"):
+        with pytest.raises(ConfigError, match=r"ends with update 8, but train\.steps is only 8"):
             check_updates(cfg)

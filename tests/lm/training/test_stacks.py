@@ -11,12 +11,14 @@ from lm.training.build import build_model, expand_stack
 SIZES = {"d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16, "d_ff": 48}
 
 
-def build(name, eos=0, **fields):
+def build(name, **fields):
     torch.manual_seed(0)
-    return build_model(Config(model={"name": name, **SIZES, **fields}), 24, eos, 1)
+    cfg = Config(model={"name": name, **SIZES, **fields})
+    return build_model(cfg, vocab_size=24, eos_token_id=0, pad_token_id=1)
 
 
-def ids():
+def draw_ids():
+    """Return 4 sequences of 17 tokens without EOS and padding."""
     return torch.randint(2, 24, (4, 17), generator=torch.Generator().manual_seed(0))
 
 
@@ -31,7 +33,7 @@ def test_every_short_name_builds_a_model_that_learns():
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         losses = []
         for _ in range(20):
-            loss = model(input_ids=ids(), labels=ids()).loss
+            loss = model(input_ids=draw_ids(), labels=draw_ids()).loss
             optimizer.zero_grad()
             loss.backward()
             assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -41,9 +43,11 @@ def test_every_short_name_builds_a_model_that_learns():
 
 
 def test_fields_reach_the_layers():
+    # Layer 1 is an MLP. DeltaProduct has 2 steps per token by default, and a value for each.
     block = build("gated_deltaproduct", n_heads=4, expand=1).backbone.layers[2].block
-    assert (block.heads, block.steps, block.v_proj.out_features) == (4, 2, 64)
+    assert (block.heads, block.steps, block.v_proj.out_features) == (4, 2, 2 * 32)
     assert build("mamba2", n_heads=8).backbone.layers[0].block.heads == 8
-    assert build("mamba2", headdim=128).backbone.layers[0].block.heads == 1  # 64 channels
+    # The layer has expand · d_model = 64 channels, which fit into one head.
+    assert build("mamba2", headdim=128).backbone.layers[0].block.heads == 1
     section = Model(name="fprnn", layers="mamba")
     assert expand_stack(section) is section

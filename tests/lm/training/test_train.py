@@ -23,12 +23,15 @@ def trace(records):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole") / "runs", *LONG)[0]
+    """Records of a run of 60 updates."""
+    records, _ = run(tmp_path_factory.mktemp("whole") / "runs", *LONG)
+    return records
 
 
 def start_and_wait_for(step, out, *overrides):
     """Start a training in the background, and wait until it has logged `step`."""
-    process = FORKS.start("lm", command(out, *LONG, *overrides)[3:])
+    args = command(out, *LONG, *overrides)[3:]  # without `python -m lm`
+    process = FORKS.start("lm", args)
     metrics = out / "tiny/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
@@ -40,21 +43,18 @@ def start_and_wait_for(step, out, *overrides):
 def test_run_directory_has_all_files(tiny_run, tiny_losses):
     for name in ["config.yaml", "deepspeed.json", "environment.json", "result.json"]:
         assert (tiny_run / name).stat().st_size > 0, name
-    assert sorted(p.name for p in (tiny_run / "checkpoints").glob("step-*")) == [
-        "step-000004",
-        "step-000008",
-    ]
+    names = sorted(p.name for p in (tiny_run / "checkpoints").glob("step-*"))
+    assert names == ["step-000004", "step-000008"]
     assert [r["step"] for r in tiny_losses] == list(range(1, 9))
     record = tiny_losses[-1]
+    # 8 updates, 2 micro-batches of 2 sequences of 16 tokens.
     assert record["tokens"] == 8 * 2 * 2 * 16 and record["tokens_per_s"] > 0
     assert record["failed"] == [0, 0] and min(record["evaluations"]) >= 1
     assert len(record["residual"]) == 2 and "num_iters" not in record
     assert record["perplexity"] == pytest.approx(torch.tensor(record["loss"]).exp().item())
     result = json.loads((tiny_run / "result.json").read_text())
-    assert result["validation"]["perplexity"] > 1 and set(result["baselines"]) == {
-        "unigram",
-        "bigram",
-    }
+    assert result["validation"]["perplexity"] > 1
+    assert set(result["baselines"]) == {"unigram", "bigram"}
     iterations = result["probe"]["num_iters"]
     assert all(len(layers) == 2 for layers in iterations.values())
     assert 1 <= iterations["median"][0] <= iterations["max"][0]
@@ -62,16 +62,17 @@ def test_run_directory_has_all_files(tiny_run, tiny_losses):
 
 
 def test_bits_per_byte_are_of_the_held_out_text(tiny_run):
-    """Bytes count for all documents in the file except the first token, which is no target."""
+    """The bytes are those of all held-out documents, except the first token, which is no target."""
     from transformers import PreTrainedTokenizerFast
 
     from lm.data.sources.open import is_validation
 
     lines = (ROOT / "tests/data/tiny.jsonl").read_text(encoding="utf-8").splitlines()
-    held_out = [t for t in (json.loads(line)["text"] for line in lines) if is_validation(t, 0.2)]
+    texts = [json.loads(line)["text"] for line in lines]
+    held_out = [text for text in texts if is_validation(text, 0.2)]  # data.val_fraction
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_run / "tokenizer")
-    first = tokenizer.decode(tokenizer(held_out[0])["input_ids"][:1])
-    text_bytes = sum(len(text.encode()) for text in held_out) - len(first.encode())
+    first_token = tokenizer.decode(tokenizer(held_out[0])["input_ids"][:1])
+    text_bytes = sum(len(text.encode()) for text in held_out) - len(first_token.encode())
     result = json.loads((tiny_run / "result.json").read_text())["validation"]
     bits = result["loss"] * result["tokens"] / math.log(2) / text_bytes
     assert result["bytes"] == text_bytes
@@ -80,26 +81,27 @@ def test_bits_per_byte_are_of_the_held_out_text(tiny_run):
     assert [r["validation"] for r in logged] == [result]
 
 
-def test_same_seed_gives_identical_losses_with_any_probes(tmp_path, tiny_losses):
-    probing, _ = run(tmp_path / "runs", "log.probe_every=3", "eval.every=6")
-    assert trace(probing) == trace(tiny_losses)
+def test_probes_and_validations_do_not_change_losses(tmp_path, tiny_losses):
+    """There is a probe every 3 updates, a validation at 6 and one at the end."""
+    losses, _ = run(tmp_path / "runs", "log.probe_every=3", "eval.every=6")
+    assert trace(losses) == trace(tiny_losses)
     records = read_metrics(tmp_path / "runs/tiny")
     probes = [r for r in records if "probe" in r]
     assert [r["step"] for r in probes] == [3, 6, 8]
     assert ["validation" in r for r in probes] == [False, True, True]
 
 
-def copy_run(tiny_run, place):
+def copy_run(tiny_run, folder):
     """Copy the tiny run without its export."""
-    return shutil.copytree(tiny_run, place, ignore=shutil.ignore_patterns("hf"))
+    return shutil.copytree(tiny_run, folder, ignore=shutil.ignore_patterns("hf"))
 
 
 def test_run_name_with_brackets_is_no_glob_pattern(tmp_path, tiny_run, tiny_losses):
-    """The run whose name matches the pattern has other weights at the same update."""
-    own, neighbor = (copy_run(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
+    """As a pattern, exp[1] would match exp1, which here has other weights at update 4."""
+    brackets, neighbor = (copy_run(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
     shutil.rmtree(neighbor / "checkpoints/step-000004")
-    (own / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
-    (own / "result.json").unlink()
+    (brackets / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
+    (brackets / "result.json").unlink()
     actual, done = run(tmp_path, "resume=auto", "name=exp[1]", name="exp[1]")
     assert "at update 4" in done.stdout and trace(actual) == trace(tiny_losses)
 
@@ -172,32 +174,23 @@ def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run,
 
 
 @pytest.mark.parametrize(
-    "override,sentence",
+    "override, words",
     [
         ("data.seq_len=100000", "seq_len"),
         ("model.vocab_size=100", "model.vocab_size to at least"),
         ("data.source=fineweb", "fineweb"),
     ],
 )
-def test_data_errors_are_one_sentence(tmp_path, override, sentence, capsys):
-    """Wrong data is refused before the process group is made."""
+def test_data_errors_are_one_line(tmp_path, override, words, capsys):
     assert main(list(tiny_args(tmp_path / "runs", override))) in REFUSED
-    (message,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
-    ]
-    assert sentence in message.lower()
+    lines = capsys.readouterr().err.splitlines()
+    (message,) = [line for line in lines if line.startswith("error: ")]
+    assert words in message.lower()
 
 
 def test_mamba_trains_through_the_same_config(tmp_path):
-    records, _ = run(
-        tmp_path / "runs",
-        "model=mamba",
-        "model.d_model=16",
-        "model.n_layer=1",
-        "model.d_state=4",
-        "train.steps=6",
-        "checkpoint.every=6",
-    )
+    model = ("model=mamba", "model.d_model=16", "model.n_layer=1", "model.d_state=4")
+    records, _ = run(tmp_path / "runs", *model, "train.steps=6", "checkpoint.every=6")
     assert "evaluations" not in records[0]
     assert not any("probe" in r for r in read_metrics(tmp_path / "runs/tiny"))
     assert records[-1]["loss"] < records[0]["loss"]
@@ -208,6 +201,6 @@ def test_mamba_trains_through_the_same_config(tmp_path):
 def test_resuming_from_older_checkpoint_deletes_later_ones(tmp_path, tiny_run, tiny_losses):
     checkpoints = copy_run(tiny_run, tmp_path / "tiny") / "checkpoints"
     older = checkpoints / "step-000004"
-    second, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
-    assert trace(second) == trace(tiny_losses)
+    resumed, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
+    assert trace(resumed) == trace(tiny_losses)
     assert [p.name for p in checkpoints.glob("step-*")] == ["step-000008"]
