@@ -149,9 +149,9 @@ def _is_local(path: Path | str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a loader's error, with the class of most errors.
+    """Return the first line of a loader's error, after its class unless it is a sentence.
 
-    The text of a KeyError, for example, is only the key.
+    OSError and ValueError have sentences; the text of a KeyError, for example, is only the key.
     """
     lines = str(error).strip().splitlines() or ["no reason given"]
     if isinstance(error, OSError | ValueError):

@@ -104,7 +104,8 @@ def _write_documents(
         documents_by_split[split].append(text)
     for split, split_texts in documents_by_split.items():
         ids = encode_documents(tokenizer, split_texts, data.leading_eos)
-        if (largest := int(ids.max(initial=-1))) >= len(tokenizer):
+        largest = int(ids.max(initial=-1))  # -1 without documents
+        if largest >= len(tokenizer):
             raise DataError(
                 f"the tokenizer returned the id {largest}, but its vocabulary has "
                 f"{len(tokenizer)} entries: its files do not belong together"

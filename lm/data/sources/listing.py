@@ -81,7 +81,8 @@ def report_files(data: Data, listing: Listing) -> None:
 
     Nothing is printed if `data.path` is a single file.
     """
-    if listing.files == [Path(data.path or "").expanduser()]:
+    is_single_file = listing.files == [Path(data.path or "").expanduser()]
+    if is_single_file:
         return
     endings = Counter(_ending(path.name) for path in listing.files)
     text = f"data     {data.path}: {_format_total(endings)} read ({_format_counts(endings)})"

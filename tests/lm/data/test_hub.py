@@ -96,9 +96,8 @@ def test_requests_are_retried_for_minutes(hub, all_texts, tmp_path, place, times
     """The hub answers 503 for longer than the libraries retry."""
     Hub.faults += [(place, 503)] * times
     output, _ = run(READ + PATIENCE, tmp_path, **hub)
-    *waiting, texts_digest, waited = [
-        line for line in output.splitlines() if " thrown " not in line
-    ]
+    lines = [line for line in output.splitlines() if " thrown " not in line]
+    *waiting, texts_digest, waited = lines
     assert texts_digest == digest(all_texts) and float(waited) > 25 and not Hub.faults
     assert all(re.match(r"waiting  .*, then attempt \d at .*503 Service", line) for line in waiting)
     assert waiting
