@@ -83,7 +83,7 @@ def tokenise(
 def _batches(data: Data, writers: dict[str, integrity.TokenWriter]) -> Iterator[list[str]]:
     """Yield batches of documents; stop a stream when enough validation tokens are written."""
     texts = iter(iter_documents(data))
-    required_tokens = (data.val_tokens or STREAM_VAL_TOKENS) + 1  # the first one is no target
+    required_tokens = (data.val_tokens or STREAM_VAL_TOKENS) + 1  # the first token is no target
     while batch := list(itertools.islice(texts, DOCUMENTS_AT_A_TIME)):
         yield batch
         if data.source == "fineweb" and writers["val"].tokens >= required_tokens:

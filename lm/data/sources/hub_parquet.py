@@ -63,7 +63,8 @@ class HubDocuments:
         # This shard reads the row groups u with u % group_stride == first_group, and in each of
         # them the rows r with r % row_stride == first_row.
         shard_index, shard_count = shard
-        self._group_stride = min(shard_count, self._groups.count_up_to(shard_count))
+        group_count = self._groups.count_up_to(shard_count)  # exact if there are fewer than shards
+        self._group_stride = min(shard_count, group_count)
         self._first_group = shard_index % self._group_stride
         self._first_row = shard_index // self._group_stride
         self._row_stride = math.ceil((shard_count - self._first_group) / self._group_stride)

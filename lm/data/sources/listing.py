@@ -198,7 +198,7 @@ def _ending(name: str) -> str:
 def _format_total(endings: Counter[str]) -> str:
     """Format the number of files: `1 file`, `97 files`."""
     count = endings.total()
-    return f"{count:,} file{'s' * (count != 1)}"
+    return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def _format_counts(endings: Counter[str]) -> str:

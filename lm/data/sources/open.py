@@ -64,7 +64,7 @@ def _local_documents(data: Data) -> Iterator[str]:
         # Text has no fields, but all readers are called with one.
         reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]
         texts = itertools.chain.from_iterable(reader(path, data.text_field) for path in files)
-        origin = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
+        origin = f"data.path {data.path} ({len(files)} file{'' if len(files) == 1 else 's'})"
     is_empty = True
     for text in texts:
         if text.strip():
