@@ -182,7 +182,7 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": Te
 class MetricsWriter:
     """Appends records to `metrics.jsonl` and to the trackers of the section `log`, on rank 0.
 
-    A tracker that fails is closed with one warning; metrics.jsonl has every record.
+    A tracker that fails is dropped with one warning; metrics.jsonl has every record.
 
     Args:
         cfg: Configuration of the run.

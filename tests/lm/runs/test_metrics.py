@@ -364,7 +364,7 @@ def test_tracker_names_are_grouped():
 
 
 @pytest.mark.parametrize("fault", ["init", "log", "close"])
-def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys, fault):
+def test_failing_tracker_warns_once_and_is_dropped(tmp_path, monkeypatch, capsys, fault):
     logged = []
 
     class Failing:
