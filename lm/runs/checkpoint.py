@@ -43,13 +43,13 @@ class CheckpointError(UserError, RuntimeError):
 
 @dataclass
 class _Job:
-    """A save that this rank is writing."""
+    """A checkpoint whose files this rank is writing."""
 
     step: int
     partial: Path  # the folder while it is written
     files: dict[str, object]  # {file name: object for `torch.save`}
     start_time: float  # by `time.monotonic`
-    blocked_s: float = 0.0  # seconds that training waited
+    blocked_s: float = 0.0  # seconds that training waited for this save to begin
     error: Exception | None = None
     is_written: threading.Event = field(default_factory=threading.Event)  # also set on failure
     is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -61,7 +61,7 @@ class Checkpoints:
     Args:
         folder: Folder of all checkpoints.
         ranks: Ranks of the run.
-        settings: Number of checkpoints to keep.
+        settings: Section `checkpoint`: how many checkpoints to keep.
         manifest: Entries of every manifest in addition to its files, such as {"zero_stage": 1}.
 
     Attributes:
@@ -76,7 +76,7 @@ class Checkpoints:
         self.last_complete_step: int | None = None
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
-        self._saves: queue.SimpleQueue[dict] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[dict] = queue.SimpleQueue()  # completed, for `pop_saves`
 
     def save(self, step: int, collect: Callable[[], dict[str, object]]) -> None:
         """Copy the state, and write it from a background thread.
@@ -131,6 +131,7 @@ class Checkpoints:
         if job is None:
             return
         assert self._thread is not None  # the thread that writes the job
+        # A single rank waits for no other rank's files, so its save always ends.
         self._thread.join(None if self.ranks.world_size == 1 else CLOSE_TIMEOUT_S)
         job.is_cancelled.set()
         self._thread.join()
@@ -182,7 +183,7 @@ class Checkpoints:
         write_json(job.partial / MANIFEST, manifest)
         path = job.partial.with_name(_checkpoint_name(job.step))
         with writing(path):
-            if path.exists():  # it is damaged, or older than a rollback
+            if path.exists():  # it is damaged, or from before a rollback
                 _mark_for_deletion(path)
             job.partial.rename(path)
             sync(self.folder)
@@ -197,7 +198,7 @@ class Checkpoints:
         self._saves.put(save)
 
     def _prune(self) -> None:
-        """Delete intact checkpoints except the newest `keep` and the multiples of `keep_every`.
+        """Delete intact checkpoints except multiples of `keep_every` and the newest `keep` others.
 
         Damaged checkpoints stay, because the user may want to rescue them.
         """
@@ -232,6 +233,7 @@ def copy_to_host(value: Any) -> Any:
     def copy_value(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            # Empty tensors are copied each, because they all have the same address.
             if key not in copies or not value.numel():
                 copies[key] = value.detach().to("cpu", copy=True)
             return copies[key]
@@ -241,7 +243,7 @@ def copy_to_host(value: Any) -> Any:
             return new
         if isinstance(value, np.ndarray):
             return value.copy()
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
             return type(value)(*map(copy_value, value))
         if isinstance(value, list | tuple):
             return type(value)(map(copy_value, value))
@@ -330,8 +332,9 @@ def verify(path: Path, cached: bool = False) -> dict:
         files = [(path / name, size, digest) for name, (size, digest) in entries]
     except (DamagedError, AttributeError, TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged ({e})") from None
-    match = FOLDER_NAME.fullmatch(path.name)
-    if not files or (match and manifest["step"] != int(match[1])):
+    match = FOLDER_NAME.fullmatch(path.name)  # None if the user has renamed the folder
+    has_other_step = match is not None and manifest["step"] != int(match[1])
+    if not files or has_other_step:
         raise CheckpointError(
             f"checkpoint {path}: {MANIFEST} is damaged (it lists {len(files)} files of update"
             f" {manifest['step']})"
@@ -372,10 +375,9 @@ def find_newest_checkpoint(
         except CheckpointError as e:
             say(f"skipped: {e}")
     if candidates and before == math.inf:
-        count = f"{len(candidates)} checkpoint{'s' * (len(candidates) > 1)}"
         raise CheckpointError(
-            f"none of the {count} in {folder} is complete: restore one from a backup, or train from"
-            " scratch with --overwrite"
+            f"{folder} has no complete checkpoint (damaged or incomplete: {len(candidates)}):"
+            " restore one from a backup, or train from scratch with --overwrite"
         )
     return None
 
@@ -392,7 +394,7 @@ def resume_checkpoint(
         before: With auto, only consider checkpoints with fewer updates.
 
     Raises:
-        CheckpointError: If the checkpoint is not complete; with auto, if none is.
+        CheckpointError: If the checkpoint is not complete; with auto, as `find_newest_checkpoint`.
     """
     if resume == "never":
         return None
@@ -412,7 +414,7 @@ def rollback_checkpoint(
 
     Args:
         folder: Folder of the run's checkpoints.
-        failed_step: Step of a rollback after which nothing was saved, or None.
+        failed_step: Step of the last rollback, if nothing has been saved after it; otherwise None.
         say: Prints the checkpoints that are skipped.
     """
     if failed_step is not None:

@@ -46,7 +46,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
     register_auto_classes()
     _refuse_changed(path)
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # the error below replaces transformers' report on the weights
+    logging.set_verbosity_error()  # LoadError replaces transformers' report on the weights
     logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -69,27 +69,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
-    names_by_problem = {
-        "missing": info["missing_keys"],
-        "unknown to the model": info["unexpected_keys"],
-        "of another shape than config.json says": [
-            f"{name} {list(saved)}, not {list(expected)}"
-            for name, saved, expected in info["mismatched_keys"]
-        ],
-        "NaN or infinite": [
-            name for name, weight in model.named_parameters() if not weight.isfinite().all()
-        ],
-    }
-    problems = [
-        f"{len(names)} weight{'s' * (len(names) > 1)} {problem} ({format_first_names(names)})"
-        for problem, names in names_by_problem.items()
-        if names
-    ]
-    if problems:
-        raise LoadError(
-            f"{path} is damaged, its weights do not fit its config.json: {'; '.join(problems)};"
-            " export the run again"
-        )
+    _refuse_wrong_weights(path, model, info)
     return model
 
 
@@ -118,6 +98,31 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     except Exception as e:  # the loaders raise errors of many classes, also bare Exception
         reason = f"cannot load the tokenizer of {path}: {_reason(e)}"
         raise _code_error(e, path) or LoadError(reason) from None
+
+
+def _refuse_wrong_weights(path: Path | str, model: PreTrainedModel, info: dict) -> None:
+    """Refuse weights that are missing, unknown, of another shape or not finite."""
+    names_by_problem = {
+        "missing": info["missing_keys"],
+        "unknown to the model": info["unexpected_keys"],
+        "of another shape than config.json says": [
+            f"{name} {list(saved)}, not {list(expected)}"
+            for name, saved, expected in info["mismatched_keys"]
+        ],
+        "NaN or infinite": [
+            name for name, weight in model.named_parameters() if not weight.isfinite().all()
+        ],
+    }
+    problems = []
+    for problem, names in names_by_problem.items():
+        if names:
+            weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+            problems.append(f"{weights} {problem} ({format_first_names(names)})")
+    if problems:
+        raise LoadError(
+            f"{path} is damaged, its weights do not fit its config.json: {'; '.join(problems)};"
+            " export the run again"
+        )
 
 
 def _code_error(error: Exception, path: Path | str) -> LoadError | None:
@@ -149,9 +154,9 @@ def _is_local(path: Path | str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a loader's error, with the class of most errors.
+    """Return the first line of a loader's error, after its class unless it is a sentence.
 
-    The text of a KeyError, for example, is only the key.
+    OSError and ValueError have sentences; the text of a KeyError, for example, is only the key.
     """
     lines = str(error).strip().splitlines() or ["no reason given"]
     if isinstance(error, OSError | ValueError):

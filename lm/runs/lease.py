@@ -30,11 +30,12 @@ class LeaseError(UserError, RuntimeError):
 class Lease:
     """A file that a process holds while it writes in the directory of the file.
 
-    The file names the holder: {"host", "namespace" (of process ids), "pid", "started" (time of the
-    process), "job" (of Slurm), "since" (Unix seconds)}. A holder in the PID namespace of this
-    process is dead if its process is gone; a suspended process still holds the lease. A holder
-    elsewhere (another host or container) is dead if it does not touch the file for PATIENCE_S. Only
-    changes of the modification time matter, so that clocks may differ and the disk may be full.
+    The file names the holder: {"host", "namespace" (of process ids), "pid", "started" (ticks from
+    the boot to the start of the process), "job" (of Slurm), "since" (Unix seconds)}. A holder in
+    the PID namespace of this process is dead if its process is gone; a suspended process still
+    holds the lease. A holder elsewhere (another host or container) is dead if it does not touch the
+    file for PATIENCE_S. Only changes of the modification time matter, so that clocks may differ and
+    the disk may be full.
 
     Args:
         path: The file.
@@ -142,7 +143,7 @@ class Lease:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, renamed_path)
             if read_mapping(renamed_path) != holder and not self.path.exists():
-                os.rename(renamed_path, self.path)
+                os.rename(renamed_path, self.path)  # the new lease of another process: restore it
             else:
                 renamed_path.unlink()
 
@@ -253,9 +254,9 @@ def _start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # proc(5): fields 3 (state), 4, … after the name in parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return -1 if fields[0] == "Z" else int(fields[22 - 3])
+    # proc(5): fields 3 (state), 4, … after the name in parentheses; field 22 is the start time.
+    fields_from_3 = stat.rpartition(")")[2].split()
+    return -1 if fields_from_3[0] == "Z" else int(fields_from_3[22 - 3])
 
 
 def describe_holder(holder: dict) -> str:

@@ -154,7 +154,7 @@ class TensorBoard:
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
         self.folder = str(run.tensorboard)
-        self._open(resumed_at + 1 if resumed_at else None)
+        self._open(resumed_at + 1 if resumed_at else None)  # a new run has no old records
 
     def _open(self, purge_step: int | None) -> None:
         """Open the next event file; TensorBoard hides records of `purge_step` and later steps."""
@@ -182,7 +182,7 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": Te
 class MetricsWriter:
     """Appends records to `metrics.jsonl` and to the trackers of the section `log`, on rank 0.
 
-    A tracker that fails is closed with one warning; metrics.jsonl has every record.
+    A tracker that fails is dropped with one warning; metrics.jsonl has every record.
 
     Args:
         cfg: Configuration of the run.

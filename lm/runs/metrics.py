@@ -29,7 +29,7 @@ SHARES = ("failed", "bisected", "limited")
 # {key of a record: field of FixedPointReport}, if they differ: records keep their first keys.
 REPORT_FIELDS = {"limited": "grad_limited", "elsewhere": "other_solution"}
 FAILED_SHARE = 0.001  # warn if more of a layer's tokens were not solved
-ILL_SHARE = 0.01  # warn if more of them were bisected, or may have a limited gradient
+ILL_SHARE = 0.01  # warn if more of a layer's tokens were bisected, or have a limited gradient
 
 
 class Problem(NamedTuple):
@@ -98,8 +98,8 @@ def fixed_point_metrics(
         "num_iters", only after a `probe`: {"mean", "median", "max"} of ℓ*, and "elsewhere", the
             share of tokens where the paper's procedure ends in another solution.
         "layers", only for a hybrid: indices of the layers with a solver.
-        "adjoint", only after a backward pass through time: norm of the last adjoint relative to
-            the incoming gradient, maximum over sequences and ranks.
+        "adjoint", only after a backward pass through time: norm of the adjoint relative to the
+            incoming gradient, maximum over the sequences of the last micro-batch and over ranks.
     """
     if not stats:
         return {}
@@ -107,7 +107,7 @@ def fixed_point_metrics(
     if rows is not None:
         is_counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
 
-    def gather_field(key):
+    def gather_field(key):  # shape (n_layer, sequences that count)
         field = REPORT_FIELDS.get(key, key)
         values = gather(torch.cat([getattr(report, field) for report in stats], -1).double())
         return values if is_counted is None else values[:, is_counted]
@@ -146,7 +146,7 @@ def find_other_solutions(num_iters: dict) -> list[bool]:
 def format_marked_iterations(num_iters: dict) -> list[str]:
     """Return the mean ℓ* of each layer as text, marked if it belongs to another solution."""
     return [
-        f"{mean:.1f}{OTHER_SOLUTION_MARK * is_other}"
+        f"{mean:.1f}{OTHER_SOLUTION_MARK if is_other else ''}"
         for mean, is_other in zip(num_iters["mean"], find_other_solutions(num_iters))
     ]
 
@@ -204,7 +204,7 @@ def probe(
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether an action is due after update `step` if it is due every `every` updates.
+    """Return whether an action of every `every` updates is due after update `step`.
 
     It is never due if `every` is 0.
     """
@@ -296,14 +296,15 @@ class Throughput:
 
     def __init__(self, flops_per_token: Callable[[float], float] | None, world_size: int):
         self.flops_per_token = flops_per_token
-        self.peak = peak_flops()
+        self.peak_flops = peak_flops()
         self.world_size = world_size
         self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
         self.restart()
 
     def restart(self) -> None:
         """Begin a new measurement of tokens per second and MFU."""
-        self.tokens = self.passed_tokens = 0
+        self.tokens = 0
+        self.token_passes = 0  # sum over tokens of their passes through the model
         self.start_clocks = self.last_clocks = _clocks()
 
     def skip(self) -> None:
@@ -321,7 +322,7 @@ class Throughput:
             passes: Number of times that each token passed through the model.
         """
         self.tokens += tokens
-        self.passed_tokens += passes * tokens
+        self.token_passes += passes * tokens
         clocks = _clocks()
         for name in self.spent:
             self.spent[name] += clocks[name] - self.last_clocks[name]
@@ -338,10 +339,10 @@ class Throughput:
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values: dict[str, float | dict[str, float]] = {}
         values["tokens_per_s"] = round(rate, 1)
-        if self.peak and self.flops_per_token:
-            passes = self.passed_tokens / max(1, self.tokens)
-            flops = rate * passes * self.flops_per_token(evaluations)
-            values["mfu"] = round(flops / (self.peak * self.world_size), 4)
+        if self.peak_flops and self.flops_per_token:
+            passes_per_token = self.token_passes / max(1, self.tokens)
+            flops = rate * passes_per_token * self.flops_per_token(evaluations)
+            values["mfu"] = round(flops / (self.peak_flops * self.world_size), 4)
         values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()
         return values
@@ -388,7 +389,8 @@ def parse_record(line: bytes) -> dict | None:
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or step < 0:
         return None
-    may_have_controls = "\\" in text or CONTROL.search(text)  # rare, and fast to test
+    # Control characters, also as an escape such as \u001b, are rare; this test is fast.
+    may_have_controls = "\\" in text or CONTROL.search(text)
     return printable(record) if may_have_controls else record
 
 

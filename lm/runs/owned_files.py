@@ -38,7 +38,7 @@ FIGURES = (
     *("iterations", "evaluations", "failed", "bisected", "limited", "residual", "adjoint"),
     *("lr", "grad_norm", "tokens_per_s", "mfu", "imbalance", "breakdown", "memory"),
 )
-_TOKENIZER = "|".join(re.escape(name) for name in (*TOKENIZER_FILES, "made_from.json", SUMS))
+_TOKENIZER_NAMES = "|".join(re.escape(name) for name in (*TOKENIZER_FILES, "made_from.json", SUMS))
 RUN_FILES = re.compile(
     rf"""
       (config\.yaml | metrics\.jsonl | sample\.txt | wandb_id | inspect\.html)
@@ -47,7 +47,7 @@ RUN_FILES = re.compile(
     | (.*/)? \.[^/]+\.\d+\.tmp                                     # left by an interrupted write
     | report\.(html|markdown|tex)
     | figures/ ({"|".join(FIGURES)})\.(png|pdf)
-    | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
+    | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER_NAMES})
     | data/ ([^/]+/)? (corpus-[0-9a-f]+/)? (                       # data/SOURCE/corpus-ADDRESS/
         (corpus|meta|verified|about|files|shards)\.json | (train|val)\.(bin|tmp)
         | shards\.jsonl | lock)
@@ -71,11 +71,11 @@ def list_files(folder: Path) -> Iterator[str]:
 
 def make_run_file_test(folder: Path) -> Callable[[str], bool]:
     """Return a function that tells whether fprnn wrote the file with a relative path."""
-    exported = set()  # files of exports in the run directory
+    exported_files = set()  # files of exports in the run directory
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink() and (names := list_export_files(path)):
-            exported |= {f"{path.name}/{name}" for name in (*names, *EVALUATIONS)}
-    return lambda name: name in exported or RUN_FILES.fullmatch(name) is not None
+            exported_files |= {f"{path.name}/{name}" for name in (*names, *EVALUATIONS)}
+    return lambda name: name in exported_files or RUN_FILES.fullmatch(name) is not None
 
 
 def list_export_files(folder: Path) -> set[str]:

@@ -80,6 +80,9 @@ def check_model(path: Path | str, allow_hub: bool = True) -> Literal["run", "exp
         path: A run directory, a folder for `from_pretrained`, or a name on the hub.
         allow_hub: Accept a name on the hub, after one request to it.
 
+    Returns:
+        "run" for a run directory, "export" for a folder for `from_pretrained`, or "hub".
+
     Raises:
         PathError: If the path is none of these.
     """
@@ -113,7 +116,7 @@ def looks_local(name: Path | str) -> bool:
 
 
 def _check_on_hub(name: str) -> None:
-    """Refuse a name without a local copy if the hub lacks it or does not respond in time.
+    """Refuse a name that is not in the hub's local cache if the hub lacks it or does not respond.
 
     The loaders of transformers would retry for more than a minute.
     """

@@ -119,13 +119,14 @@ class RunDir:
         check_folder(self.path)
         has_lease = self.lease.exists()
         has_lost_config = self.is_started and not self.holds_run
+        # The lease proves that fprnn used the directory, so that `overwrite` may delete the run.
         if has_lost_config and not (has_lease and overwrite):
             raise RunDirError(
                 f"{self} holds files of a run (a log, checkpoints or a result), but its config.yaml"
                 " is gone: restore it (a checkpoint's manifest.json holds it), or choose another"
                 " `name`"
             )
-        is_run_dir = self.holds_run or has_lease
+        is_run_dir = self.holds_run or has_lease  # a run killed at its start has only a lease
         if not is_run_dir and self.path.exists() and any(self.path.iterdir()):
             raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
         if overwrite or not self.can_be_continued:
@@ -135,7 +136,7 @@ class RunDir:
         lease = Lease(self.lease, say)
         lease.acquire()
         try:
-            self._prepare_claimed(cfg, overwrite, say)
+            self._prepare_folder(cfg, overwrite, say)
         except BaseException:
             lease.release()
             raise
@@ -185,10 +186,10 @@ class RunDir:
             return
         if is_main or isinstance(error, DivergedOnOneRank):
             sentence = mask_credentials(describe_user_error(error) or repr(error))
-            with contextlib.suppress(Exception):  # the failure may be that of the disk
+            with contextlib.suppress(Exception):  # the disk itself may have failed
                 write_json(self.failure, {"sentence": sentence, "exit_code": exit_status(error)})
 
-    def _prepare_claimed(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
+    def _prepare_folder(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
         """Check the run to continue; otherwise delete an old run and write config.yaml."""
         if self.can_be_continued and not overwrite:
             if cfg.resume == "never":

@@ -1,5 +1,8 @@
 """State of a run, or of each point of a sweep: done, running, stopped, failed or missing.
 
+ℓ* of a layer is the number of iterations that the paper's procedure would need on its input. A
+probe is a forward pass that counts these iterations (`lm.runs.metrics.probe`).
+
 The state is read from the run directory, which a killed run may have left in any state: a damaged
 or incomplete file never raises an error here.
 """
@@ -38,9 +41,9 @@ class Status:
     steps: int | None = None  # updates of the whole run
     record: dict | None = None  # last record of training
     validation: str = ""  # last validation, as text
-    num_iters: dict | None = None  # ℓ* of each layer in the last probe
+    num_iters: dict | None = None  # of the last probe: {"mean": ℓ* of each layer, …}
     remaining_s: float | None = None  # estimated seconds until a running run ends
-    idle_s: float | None = None  # seconds since its last record
+    idle_s: float | None = None  # seconds since the log, the result or the config was written
 
     @property
     def is_unfinished(self) -> bool:
@@ -49,9 +52,9 @@ class Status:
 
     def to_dict(self) -> dict:
         """Return the fields under the keys of `fprnn status --json`."""
-        fields = asdict(self)
         # Published keys, which stay although the fields have other names now.
-        return fields | {"left_s": fields.pop("remaining_s"), "seen_s": fields.pop("idle_s")}
+        keys = {"remaining_s": "left_s", "idle_s": "seen_s"}
+        return {keys.get(name, name): value for name, value in asdict(self).items()}
 
 
 def sweep_status(path: str | Path, overrides: Sequence[str] = ()) -> list[Status]:
@@ -87,8 +90,9 @@ def run_status(run: RunDir, now: float | None = None) -> Status:
     steps = planned_updates(run.config)
     state, text = determine_state(run, steps, now)
     training_records = [r for r in records if is_number(r.get("loss"))]
-    results = [*records, read_mapping(run.result) or {}]
-    num_iters = [counts for r in results if (counts := get_num_iters(r)) is not None]
+    validations = [_format_validation(record) for record in records]
+    # The result may also have a probe, the last one of the run.
+    probes = [get_num_iters(entry) for entry in (*records, read_mapping(run.result) or {})]
     remaining_s = None
     if state == "running" and steps is not None:
         remaining_s = _estimate_remaining_s(training_records, steps)
@@ -99,10 +103,10 @@ def run_status(run: RunDir, now: float | None = None) -> Status:
         step=max((r["step"] for r in records), default=None),
         steps=steps,
         record=training_records[-1] if training_records else None,
-        validation=next((text for r in reversed(records) if (text := _format_validation(r))), ""),
-        num_iters=num_iters[-1] if num_iters else None,
+        validation=next(filter(None, reversed(validations)), ""),
+        num_iters=next(filter(None, reversed(probes)), None),
         remaining_s=remaining_s,
-        idle_s=_seconds_since_record(run, now),
+        idle_s=_seconds_since_write(run, now),
     )
 
 
@@ -110,7 +114,7 @@ def _estimate_remaining_s(records: list[dict], steps: int) -> float | None:
     """Estimate the seconds until `steps` updates are made, from the last 50 training records."""
     times = []  # (seconds of training, update)
     for record in records[-50:]:
-        spent = record.get("spent")
+        spent = record.get("spent")  # of a language model; synthetic tasks record only "seconds"
         seconds = spent.get("seconds") if isinstance(spent, dict) else record.get("seconds")
         if is_number(seconds):
             times.append((seconds, record["step"]))
@@ -156,17 +160,21 @@ def determine_state(run: RunDir, steps: int | None, now: float) -> tuple[str, st
         touch_age_s = now - touch_time
         if is_held(lease, touch_age_s):
             text = describe_holder(lease)
-            if touch_age_s > MAX_TOUCH_AGE_S:  # suspended, or its disk is full
+            # A process on this host holds its lease while it exists, also if it is suspended or
+            # cannot touch the lease because the disk is full.
+            if touch_age_s > MAX_TOUCH_AGE_S:
                 text += f", which has not responded for {format_duration(touch_age_s)}"
             return "running", text
     if result is not None:
         updates = result.get("updates")
-        # The result of a synthetic run has no validation, and may be of fewer updates.
+        # A synthetic run has no validation in its result. Its "solved_at" is the update at which
+        # the run ended early because the task was solved, or None.
         is_synthetic = "solved_at" in result
         is_damaged = not is_synthetic and get_validation(result) is None
         if is_damaged or not is_count(updates):
             return "failed", f"{run.result} is damaged: delete it and continue with resume=auto"
-        if steps is None or updates >= steps or is_count(result.get("solved_at")):
+        is_solved = is_count(result.get("solved_at"))
+        if steps is None or updates >= steps or is_solved:
             return "done", describe_result(result)
     if failure is not None:
         sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
@@ -202,14 +210,22 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def get_num_iters(record: dict) -> dict | None:
-    """Return ℓ* of the layers in a record or result, or None."""
+    """Return "num_iters" of the probe in a record or result, as in `fixed_point_metrics`.
+
+    Return None if there is no probe, or if it is damaged.
+    """
     try:
-        counts = record["probe"]["num_iters"]
-        layer_lists = [counts["mean"], counts.get("elsewhere", [0.0])]
+        num_iters = record["probe"]["num_iters"]
+        mean = num_iters["mean"]
+        other_solution_shares = num_iters.get("elsewhere", [0.0])  # absent in version 0.1
     except (LookupError, TypeError, AttributeError):
         return None
-    is_valid = all(isinstance(v, list) and v and all(map(is_number, v)) for v in layer_lists)
-    return counts if is_valid else None
+    is_valid = _is_number_list(mean) and _is_number_list(other_solution_shares)
+    return num_iters if is_valid else None
+
+
+def _is_number_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_number, value))
 
 
 def get_validation(result: dict) -> dict | None:
@@ -234,8 +250,8 @@ def _modification_time(path: Path) -> float | None:
         return None
 
 
-def _seconds_since_record(run: RunDir, now: float) -> float | None:
-    """Return the seconds since the log, the result or the config was written."""
+def _seconds_since_write(run: RunDir, now: float) -> float | None:
+    """Return the seconds since the log, the result or the config was written; None without them."""
     paths = run.metrics, run.result, run.config
     times = [t for path in paths if (t := _modification_time(path)) is not None]
     return round(max(0.0, now - max(times)), 1) if times else None

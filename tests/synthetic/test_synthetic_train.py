@@ -343,7 +343,7 @@ def test_train_and_eval_commands(make_cfg, tmp_path, capsys):
         assert main(command) == 1
         captured = capsys.readouterr()
         assert "state.pt has 1000 bytes, not" in captured.out
-        assert "none of the 1 checkpoint in" in captured.err
+        assert "has no complete checkpoint (damaged or incomplete: 1)" in captured.err
 
 
 def test_sweep_without_job_index_is_refused(make_cfg, tmp_path, capsys):

@@ -46,10 +46,8 @@ def build(
             for source_index, (name, corpus) in enumerate(sorted(corpora.items()))
         }
         shares = source_shares(cfg.data)
-        sequences_per_update = cfg.train.sequences(world_size)
-        stages = [
-            (stage.until * sequences_per_update, stage.weights) for stage in cfg.data.curriculum
-        ]
+        sequences = cfg.train.sequences(world_size)  # of an update
+        stages = [(stage.until * sequences, stage.weights) for stage in cfg.data.curriculum]
         train_loader = MixtureLoader(sources, shares, size, cfg.seed, rank, world_size, stages)
     elif cfg.data.source == "fineweb":
         train_loader = StreamLoader(cfg.data, tokenizer, size, cfg.seed, rank, world_size)

@@ -1,4 +1,8 @@
-"""Shuffled micro-batches from one or several sources, resumable on any number of ranks."""
+"""Shuffled micro-batches from one or several sources, resumable on any number of ranks.
+
+A curriculum is a list of stages at the beginning of a run. Each stage has its own weights of the
+sources, and the rest of the run has the weights of the mixture.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from lm.data.sources.errors import DataError
 
 # Length of a stratum: consecutive sequences in which each source has its share, to within two.
 STRATUM = 256
-MIXTURE_KEY = 0x6D6978  # added to the seed: separates this generator from all others
+MIXTURE_KEY = 0x6D6978  # next to the seed: separates this generator from all others
 
 
 class ShuffledBlocks:
@@ -49,7 +53,7 @@ class ShuffledBlocks:
     def _block_index(self, position: int) -> int:
         epoch, index = divmod(int(position), len(self))
         if epoch not in self._permutations:
-            # A micro-batch may begin in the previous epoch. Forget all earlier ones.
+            # A micro-batch may begin in the previous epoch. Forget all earlier epochs.
             previous = self._permutations.get(epoch - 1)
             self._permutations = {} if previous is None else {epoch - 1: previous}
             rng = np.random.default_rng([self._seed, epoch, *self._source_key])
@@ -136,23 +140,24 @@ class MixtureLoader:
             Stage(end, [stage_weights.get(name, 0.0) for name in self._names])
             for end, stage_weights in stages
         ]
-        self._ends = [stage.end for stage in self._stages]  # `end_stage` may make one smaller
+        # Ends of the stages; `end_stage` may replace one by an earlier end.
+        self._ends = [stage.end for stage in self._stages]
         self._seed = seed
         self._size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
-        self._next = 0  # next sequence of the run, over all ranks
-        # Number of sequences drawn from each source.
+        self._next_sequence = 0  # index in the run, over all ranks
+        # Number of sequences drawn from each source, over all ranks.
         self._counts = np.zeros(len(self._names), dtype=np.int64)
 
     @property
     def stage(self) -> int:
         """Index of the next sequence's stage; the number of stages after the curriculum."""
-        return bisect.bisect_right(self._ends, self._next)
+        return bisect.bisect_right(self._ends, self._next_sequence)
 
     def end_stage(self) -> None:
         """End the current stage before the next sequence."""
-        self._ends[self.stage] = self._next
+        self._ends[self.stage] = self._next_sequence
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -160,10 +165,11 @@ class MixtureLoader:
     def __next__(self) -> MicroBatch:
         stages = [Stage(end, stage.weights) for end, stage in zip(self._ends, self._stages)]
         stages.append(Stage(-1, self._weights))  # never ends
-        sources = draw_sources(self._next, self._world_size * self._size, self._seed, stages)
+        count = self._world_size * self._size
+        sources = draw_sources(self._next_sequence, count, self._seed, stages)  # of all ranks
         start = self._rank * self._size
         rank_sources = sources[start : start + self._size]
-        # Positions of each source that earlier micro-batches, or lower ranks now, use.
+        # Number of blocks of each source that earlier micro-batches and lower ranks use.
         used_counts = self._counts + np.bincount(sources[:start], minlength=len(self._names))
         blocks: dict[int, np.ndarray] = {}  # by row of the micro-batch
         for source_index, source in enumerate(self._sources):
@@ -172,7 +178,7 @@ class MixtureLoader:
             for row, block in zip(rows, source.rows(positions)):
                 blocks[int(row)] = block
         self._counts += np.bincount(sources, minlength=len(self._names))
-        self._next += len(sources)
+        self._next_sequence += count
         return micro_batch(np.stack([blocks[row] for row in range(self._size)]))
 
     @property
@@ -198,19 +204,19 @@ class MixtureLoader:
     def state_dict(self) -> dict:
         """Return the position, which does not depend on the rank or the number of ranks."""
         state = {
-            "next_global_micro_batch": self._next // self._size,
+            "next_global_micro_batch": self._next_sequence // self._size,
             "micro_batch_size": self._size,
             "seed": self._seed,
         }
         if self._names == [""]:
             return state | {"blocks": len(self._sources[0])}
-        columns = zip(self._names, self._weights, self._sources, self._counts.tolist())
+        rows = zip(self._names, self._weights, self._sources, self._counts.tolist())
         return state | {
             "stages": [stage._asdict() for stage in self._stages],
             "ends": list(self._ends),
             "mixture": {
                 name: {"weight": weight, "blocks": len(source), "drawn": count}
-                for name, weight, source, count in columns
+                for name, weight, source, count in rows
             },
         }
 
@@ -235,9 +241,9 @@ class MixtureLoader:
                     f" {current.get(key)}: the corpus, data.seq_len, data.mixture, data.curriculum,"
                     " the sequences per update and the seed must not change on resuming"
                 )
-        self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
-        if kind == "blocks":
-            self._counts[:] = self._next
+        self._next_sequence = state["next_global_micro_batch"] * state["micro_batch_size"]
+        if kind == "blocks":  # all sequences come from the single source
+            self._counts[:] = self._next_sequence
             return
         sources = state["mixture"].values()
         self._weights = [source["weight"] for source in sources]
@@ -250,6 +256,7 @@ def _fixed_entries(state: dict) -> dict[str, Any]:
     """Return the entries of a state that must not change on resuming, named as in messages."""
     entries = {key: state[key] for key in ("seed", "blocks") if key in state}
     for name, source in state.get("mixture", {}).items():
+        # Shares of the same mixture may differ in the last digits.
         entries[f"data.mixture.{name}: weight"] = float(f"{source['weight']:.9g}")
         entries[f"data.mixture.{name}: blocks"] = source["blocks"]
     return entries | {"data.curriculum": state.get("stages", [])}

@@ -35,7 +35,8 @@ def ngram_baselines(
     """
     train = np.asarray(train_tokens[:MAX_TRAIN_TOKENS], dtype=np.int64)
     pairs = [
-        (np.asarray(b["input_ids"]).ravel(), np.asarray(b["labels"]).ravel()) for b in val_blocks
+        (np.asarray(batch["input_ids"]).ravel(), np.asarray(batch["labels"]).ravel())
+        for batch in val_blocks
     ]
     if not pairs or not any((labels != IGNORE).any() for _, labels in pairs):
         raise ValueError("no validation target to compute n-gram perplexities on")

@@ -14,13 +14,13 @@ from lm.data.sources import traces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COUNT = 128  # questions about each source
+QUESTION_COUNT = 128  # questions about each source
 
 
 def question_batches(
     source: Traces | None, tokenizer: PreTrainedTokenizerBase, micro_batch_size: int, seq_len: int
 ) -> list[MicroBatch]:
-    """Make COUNT questions about a source's traces, each at the end of its own document.
+    """Make QUESTION_COUNT questions about a source's traces, each at the end of its own document.
 
     The gap before a question is the longest gap of the source with which every document fits into
     `seq_len` tokens, or the shortest gap if none fits. A micro-batch has at most as many tokens as
@@ -28,17 +28,19 @@ def question_batches(
     """
     source = source or Traces()
     gap = _find_longest_gap(source, tokenizer, seq_len)
-    documents = [_encode(turn, tokenizer) for turn in traces.iter_questions(source, gap, COUNT)]
+    turns = traces.iter_questions(source, gap, QUESTION_COUNT)
+    documents = [_encode(turn, tokenizer) for turn in turns]
     width = max(len(document.ids) for document in documents)
-    blocks = np.full((COUNT, width), IGNORE, dtype=np.int64)
-    is_target = np.zeros((COUNT, width), dtype=bool)
+    blocks = np.full((QUESTION_COUNT, width), IGNORE, dtype=np.int64)
+    is_target = np.zeros((QUESTION_COUNT, width), dtype=bool)
     for row, (ids, answer_start) in enumerate(documents):
         blocks[row, : len(ids)] = ids
         is_target[row, answer_start : len(ids)] = True
-    size = max(1, min(micro_batch_size, micro_batch_size * seq_len // width))
+    training_tokens = micro_batch_size * seq_len  # of a micro-batch
+    size = max(1, min(micro_batch_size, training_tokens // width))
     return [
         _micro_batch(blocks[start : start + size], is_target[start : start + size])
-        for start in range(0, COUNT, size)
+        for start in range(0, QUESTION_COUNT, size)
     ]
 
 
@@ -55,7 +57,7 @@ class _Document(NamedTuple):
     """Token ids of EOS, a question and its answer."""
 
     ids: list[int]
-    answer_start: int  # index of the first token that differs without the answer
+    answer_start: int  # index of the first token that encoding only the question does not give
 
 
 def _encode(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> _Document:
@@ -64,10 +66,11 @@ def _encode(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> _Document:
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in (turn.question, turn.question + turn.answer)
     )
+    # The tokenizer may merge the end of the question with the beginning of the answer.
     common_length = 0
     while common_length < len(question) and question[common_length] == document[common_length]:
         common_length += 1
-    return _Document([tokenizer.eos_token_id, *document], 1 + common_length)
+    return _Document([tokenizer.eos_token_id, *document], answer_start=1 + common_length)
 
 
 def _micro_batch(blocks: np.ndarray, is_target: np.ndarray) -> MicroBatch:

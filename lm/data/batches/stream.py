@@ -24,7 +24,7 @@ from lm.data.sources.open import is_validation
 from lm.data.sources.readers import Readers
 
 DOCUMENTS_AT_A_TIME = 64  # tokenised in one call
-AUTO_STREAMS = 16  # maximum for `data.streams: auto`, unless there are more ranks
+MAX_AUTO_STREAMS = 16  # for `data.streams: auto`, unless there are more ranks
 AUTO_WORKERS = 2  # threads per rank for `data.workers: auto` and text from the hub
 
 
@@ -99,7 +99,7 @@ class BlockStream:
 
 
 def _first_position(revision: str | None) -> dict | None:
-    """Return the position of the first document: in a commit, or None for a source without."""
+    """Return the position of a commit's first document; None for a source without commits."""
     return None if revision is None else {"revision": revision}
 
 
@@ -135,11 +135,13 @@ class StreamLoader:
         self._world_size = world_size
         self._stream_count: int | None = None if data.streams == "auto" else data.streams
         self._revision: str | None = None  # commit of the dataset; None: not looked up yet
-        self._next = 0  # next micro-batch of the run, over all ranks
+        # Index of rank 0's next micro-batch among the micro-batches of all ranks in the run.
+        self._next_batch = 0
         self._streams: dict[int, ShuffledStream] = {}  # streams of this rank by number
         self._readers: Readers | SimpleNamespace | None = None
         if self._stream_count is not None:
-            self._rank_streams(self._stream_count)  # raises now, before the model is built
+            # Refuse a wrong number of streams now, before the model is built.
+            self._rank_streams(self._stream_count)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -156,7 +158,7 @@ class StreamLoader:
             DataError: If reading failed permanently.
         """
         count = self._make_streams()
-        stream = self._streams[(self._next + self._rank) % count]
+        stream = self._streams[(self._next_batch + self._rank) % count]
         try:
             if self._readers is None:
                 self._readers = self._open_readers(count)
@@ -164,7 +166,7 @@ class StreamLoader:
         except UserError:
             self.close()
             raise
-        self._next += self._world_size
+        self._next_batch += self._world_size
         return micro_batch(np.stack(blocks))
 
     def source_metrics(self) -> dict:
@@ -173,12 +175,12 @@ class StreamLoader:
 
     def mark(self) -> tuple:
         """Return the current position of this rank, for `go_back`."""
-        return self._next, {number: stream.mark() for number, stream in self._streams.items()}
+        return self._next_batch, {number: stream.mark() for number, stream in self._streams.items()}
 
     def go_back(self, mark: tuple) -> None:
         """Return to a marked position, so that the micro-batches since then come again."""
         self.close()
-        self._next, stream_marks = mark
+        self._next_batch, stream_marks = mark
         self._streams = {number: self._streams[number] for number in stream_marks}
         for number, stream_mark in stream_marks.items():
             self._streams[number].go_back(stream_mark)
@@ -196,7 +198,7 @@ class StreamLoader:
         """
         count = self._make_streams()
         return {
-            "next_global_micro_batch": self._next,
+            "next_global_micro_batch": self._next_batch,
             "micro_batch_size": self._micro_batch_size,
             "count": count,
             "revision": self._revision,
@@ -230,7 +232,7 @@ class StreamLoader:
         self.close()
         self._stream_count = state["count"]
         self._revision = state.get("revision") or _find_revision(state["streams"])
-        self._next = state["next_global_micro_batch"]
+        self._next_batch = state["next_global_micro_batch"]
         self._streams = {}
         numbers = self._rank_streams(state["count"])
         if missing := [number for number in numbers if number not in state["streams"]]:
@@ -252,7 +254,7 @@ class StreamLoader:
                 f" {', '.join(divisors)} ranks, not by {self._world_size}; a new run may set"
                 f" data.streams to a multiple of {self._world_size}"
             )
-        first_batch = self._next + self._rank
+        first_batch = self._next_batch + self._rank
         return [(first_batch + offset) % count for offset in range(0, count, self._world_size)]
 
     def _make_streams(self) -> int:
@@ -269,7 +271,7 @@ class StreamLoader:
     def _open_readers(self, count: int) -> Readers | SimpleNamespace:
         """Start the threads, each of which reads some of this rank's streams.
 
-        Without threads, return an object with the same methods that reads when asked.
+        Without threads, return an object with the same methods, which reads in `take`.
         """
         numbers = list(self._streams)
         if self._data.source == "fineweb" and self._revision is None:
@@ -294,14 +296,15 @@ class StreamLoader:
         tokenizer = copy.deepcopy(self._tokenizer)  # two threads must not share a tokenizer
         data = self._data
         seed = self._seed
-        source = (self._open_documents, self._revision)
+        open_documents, revision = self._open_documents, self._revision
         streams: dict[int, BlockStream] = {}
 
         def read_blocks(number: int) -> tuple[np.ndarray, dict]:
             if number not in streams:
-                position = positions[number]
                 shard = (number, count)
-                streams[number] = BlockStream(data, tokenizer, shard, seed, position, *source)
+                streams[number] = BlockStream(
+                    data, tokenizer, shard, seed, positions[number], open_documents, revision
+                )
             blocks = next(streams[number]).astype(np.int32)
             return blocks, streams[number].state_dict()
 
@@ -394,10 +397,10 @@ def worker_count(data: Data) -> int:
 def _auto_streams(data: Data, world_size: int) -> int:
     """Return the number of streams for `data.streams: auto`, a multiple of the number of ranks.
 
-    For the hub it is at most AUTO_STREAMS and at most the number of row groups, so that each row
-    group is fetched once, but at least one stream per rank.
+    For the hub it is at most MAX_AUTO_STREAMS and at most the number of row groups, so that each
+    row group is fetched once, but at least one stream per rank.
     """
     if data.source != "fineweb":
         return world_size
-    max_streams = min(AUTO_STREAMS, open_row_groups(data).count_up_to(AUTO_STREAMS))
+    max_streams = min(MAX_AUTO_STREAMS, open_row_groups(data).count_up_to(MAX_AUTO_STREAMS))
     return max(1, max_streams // world_size) * world_size

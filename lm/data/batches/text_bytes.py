@@ -62,11 +62,11 @@ class TextBytes:
         if self._eos is not None:
             self._sizes[self._eos] = 0
         self._prefix_size = 0  # number of spaces that the tokenizer puts before each document
+        # "a" is counted with 2 bytes if the tokenizer puts a space before it.
         if {"Metaspace", "Strip"} & decoder_types and _count_text(tokenizer, self, "a") == 2:
             self._prefix_size = 1
-        _check_lossless(
-            tokenizer, self, [token.content for token in added.values() if not token.special]
-        )
+        added_tokens = [token.content for token in added.values() if not token.special]
+        _check_lossless(tokenizer, self, added_tokens)
 
     def count(self, previous: ArrayLike, targets: ArrayLike) -> int | None:
         """Count the bytes of the targets' text.
@@ -148,7 +148,9 @@ def _check_lossless(
 ) -> None:
     """Raise UncountableError if a text is not reproduced, or its bytes are miscounted."""
     backend = tokenizer.backend_tokenizer
-    for text in (*TEXTS, *(f"a {token} b" for token in added_tokens if SPACE not in token)):
+    # sentencepiece decodes ▁ as a space, so it does not reproduce a text with ▁.
+    added_texts = [f"a {token} b" for token in added_tokens if SPACE not in token]
+    for text in (*TEXTS, *added_texts):
         count = _count_text(tokenizer, text_bytes, text)
         ids = encode_documents(tokenizer, [text])
         decoded = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)

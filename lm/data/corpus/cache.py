@@ -60,10 +60,8 @@ def corpus_folder(folder: Path, data: Data, tokenizer: PreTrainedTokenizerFast) 
     Raises:
         DataError: If the source cannot be read.
     """
-    address = hash_settings(
-        corpus_settings(data, tokenizer) | {"text": identify_text(folder, data)}
-    )
-    return folder / f"corpus-{address}"
+    settings = corpus_settings(data, tokenizer) | {"text": identify_text(folder, data)}
+    return folder / f"corpus-{hash_settings(settings)}"
 
 
 def tokenizer_folder(folder: Path, cfg: Config) -> Path:
@@ -75,24 +73,21 @@ def tokenizer_folder(folder: Path, cfg: Config) -> Path:
     import tokenizers
 
     if cfg.data.mixture is None:
-        text = _split_settings(cfg.data) | {"text": identify_text(folder, cfg.data)}
+        settings = _split_settings(cfg.data) | {"text": identify_text(folder, cfg.data)}
     else:
         byte_counts = mixture.tokenizer_bytes(cfg)
-        text = {"mixture": []}
+        settings = {"mixture": []}
         for name, source_cfg in mixture.configs_by_source(cfg).items():
             with mixture.name_source_in_errors(name):
                 identity = identify_text(folder, source_cfg.data)
             source_text = {"text": identity, "bytes": byte_counts[name]}
-            text["mixture"].append(_split_settings(source_cfg.data) | source_text)
-    address = hash_settings(
-        text
-        | {
-            "vocab_size": cfg.tokenizer.vocab_size,
-            "train_bytes": cfg.tokenizer.train_bytes,
-            "trained by": tokenizers.__version__,
-        }
-    )
-    return folder / f"tokenizer-{address}"
+            settings["mixture"].append(_split_settings(source_cfg.data) | source_text)
+    settings |= {
+        "vocab_size": cfg.tokenizer.vocab_size,
+        "train_bytes": cfg.tokenizer.train_bytes,
+        "trained by": tokenizers.__version__,
+    }
+    return folder / f"tokenizer-{hash_settings(settings)}"
 
 
 def hash_settings(settings: dict) -> str:
@@ -105,7 +100,8 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
     """Return a value that differs for different texts of a source.
 
     This is the list of sha256 for files, the version of Python for the built-in text, and the
-    settings for traces. For a stream it is only the name of the dataset, to need no network.
+    settings for traces. For a stream it is the name of the dataset and the number of validation
+    tokens, but not the commit, to need no network.
 
     Args:
         folder: Cache, which stores the checksums of files.
@@ -127,7 +123,13 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
 
 
 def require_unchanged(entry: Path, current_entry: Path, sources: Iterable[Data]) -> None:
-    """Raise DataError if the entry of a text changed while it was read: then the text changed."""
+    """Raise DataError if a text changed while it was read.
+
+    Args:
+        entry: Folder of the text in the cache, which depends on its content, before reading.
+        current_entry: The same after reading.
+        sources: Sources of the text.
+    """
     if current_entry != entry:
         paths = ", ".join(str(data.path) for data in sources if data.path)
         raise DataError(

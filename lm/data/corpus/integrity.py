@@ -115,9 +115,11 @@ def checksums(paths: Iterable[Path], record: Path, min_trusted_bytes: int = 0) -
     unread = {}  # {path: state} of the files to read
     for path in sorted(set(paths)):
         state = file_state(path)
-        entry = records.get(str(path))
-        is_trusted = state[0] >= min_trusted_bytes
-        if is_trusted and isinstance(entry, list) and entry[:1] == [state]:
+        entry = records.get(str(path), [])
+        size, *_ = state
+        is_large_enough = size >= min_trusted_bytes
+        is_unchanged = isinstance(entry, list) and len(entry) == 2 and entry[0] == state
+        if is_large_enough and is_unchanged:
             sums[path] = entry[1]
         else:
             unread[path] = state

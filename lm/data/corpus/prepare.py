@@ -181,24 +181,27 @@ def _find_or_make(
     root = cache.root(data) or folder
     try:
         entry = cache.corpus_folder(root, data, tokenizer)
-        reason = "the text of the source has changed"
     except DataError as e:
         if record is None:
             raise
-        entry = None
-        reason = f"it cannot be made again: {e}"
+        raise _lost_corpus_error(folder, record, f"it cannot be made again: {e}") from None
     if record is not None:
         recorded_entry = _recorded_entry(folder, record)
-        if entry is None or entry.name != recorded_entry.name:
-            raise DataError(
-                f"{folder.parent} uses the corpus {recorded_entry}, which is missing, and {reason};"
-                f" restore {recorded_entry} or the original text, or train from scratch under"
-                " another `name`"
-            )
+        if entry.name != recorded_entry.name:
+            raise _lost_corpus_error(folder, record, "the text of the source has changed")
         say(f"data     {recorded_entry} is missing: looking for it, or making it again, in {root}")
-    assert entry is not None
     _make_entry(entry, data, tokenizer, progress)
     return entry
+
+
+def _lost_corpus_error(folder: Path, record: Record, reason: str) -> DataError:
+    """Return the error for a recorded corpus that is missing and cannot be made again."""
+    recorded_entry = _recorded_entry(folder, record)
+    return DataError(
+        f"{folder.parent} uses the corpus {recorded_entry}, which is missing, and {reason};"
+        f" restore {recorded_entry} or the original text, or train from scratch under another"
+        " `name`"
+    )
 
 
 def _make_entry(

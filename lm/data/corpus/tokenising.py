@@ -83,7 +83,7 @@ def tokenise(
 def _batches(data: Data, writers: dict[str, integrity.TokenWriter]) -> Iterator[list[str]]:
     """Yield batches of documents; stop a stream when enough validation tokens are written."""
     texts = iter(iter_documents(data))
-    required_tokens = (data.val_tokens or STREAM_VAL_TOKENS) + 1  # the first one is no target
+    required_tokens = (data.val_tokens or STREAM_VAL_TOKENS) + 1  # the first token is no target
     while batch := list(itertools.islice(texts, DOCUMENTS_AT_A_TIME)):
         yield batch
         if data.source == "fineweb" and writers["val"].tokens >= required_tokens:
@@ -104,7 +104,8 @@ def _write_documents(
         documents_by_split[split].append(text)
     for split, split_texts in documents_by_split.items():
         ids = encode_documents(tokenizer, split_texts, data.leading_eos)
-        if (largest := int(ids.max(initial=-1))) >= len(tokenizer):
+        largest = int(ids.max(initial=-1))  # -1 without documents
+        if largest >= len(tokenizer):
             raise DataError(
                 f"the tokenizer returned the id {largest}, but its vocabulary has "
                 f"{len(tokenizer)} entries: its files do not belong together"

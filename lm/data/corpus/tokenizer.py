@@ -108,7 +108,7 @@ def _load_bpe(cfg: Config) -> PreTrainedTokenizerFast:
         tokenizer = _load_saved(folder)
     except DataError as e:
         raise DataError(f"{e}; delete {entry}, and the next start trains it again") from None
-    if not is_new:
+    if not is_new:  # `train_bpe` has warned about a new one
         _warn_if_small(len(tokenizer), cfg)
     return tokenizer
 
@@ -171,7 +171,7 @@ def _first_texts(data: Data, num_bytes: int) -> Iterator[str]:
         remaining_bytes -= len(text.encode())
         if remaining_bytes <= 0:
             return
-    if remaining_bytes == num_bytes:
+    if remaining_bytes == num_bytes:  # there was no training document, because none is empty
         raise DataError(
             "no training document to train a tokenizer on: every document of the corpus is held "
             "out; lower data.val_fraction or add documents"
@@ -237,7 +237,7 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary_folder = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
     try:
-        temporary_folder.chmod(0o755)
+        temporary_folder.chmod(0o755)  # mkdtemp makes it private
         tokenizer.save_pretrained(str(temporary_folder))
         (temporary_folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
         names = [file.name for file in temporary_folder.iterdir()]

@@ -65,7 +65,7 @@ class Group:
 def permutations(n: int, even: bool = False) -> np.ndarray:
     """Return the (even) permutations of 0…n−1 in lexicographic order, shape (count, n)."""
     p = np.array(list(itertools.permutations(range(n))), dtype=np.int8)
-    if not even or n == 1:
+    if not even or n == 1:  # the permutation of one number is even
         return p
     inversion_counts = sum((p[:, [i]] > p[:, i + 1 :]).sum(1) for i in range(n - 1))
     return p[inversion_counts % 2 == 0]
@@ -89,11 +89,11 @@ def _permutation_group(name: str, p: np.ndarray) -> Group:
     """
     n = p.shape[1]
     # The code of a permutation reads it as a number in base n, so that the codes are ascending.
-    weights = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
-    codes = p @ weights
+    place_values = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
+    codes = p @ place_values
     table = np.empty((len(p), len(p)), dtype=np.int32)
     for i, first in enumerate(p):
-        table[i] = np.searchsorted(codes, p[:, first] @ weights)
+        table[i] = np.searchsorted(codes, p[:, first] @ place_values)
     return Group(name, table)
 
 
@@ -165,5 +165,5 @@ def element_names(name: str) -> list[str]:
             part_names = [str(i) for i in range(n)]
         else:
             part_names = ["".join(map(str, p)) for p in _part_permutations(part) + 1]
-        names = [f"{name},{part}" if name else part for name in names for part in part_names]
+        names = [f"{left},{right}" if left else right for left in names for right in part_names]
     return names

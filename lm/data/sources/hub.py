@@ -45,7 +45,7 @@ def check_hub(subject: str, offline_hint: str = "") -> None:
     import httpx
     from huggingface_hub import constants
 
-    hint = offline_hint and f"; {offline_hint}"
+    hint = f"; {offline_hint}" if offline_hint else ""
     if constants.HF_HUB_OFFLINE:
         raise DataError(
             f"{subject} is on the Hugging Face hub, but HF_HUB_OFFLINE forbids going there{hint}"

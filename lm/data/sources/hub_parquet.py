@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-ORDER_KEY = 0x66696C65  # added to seed and epoch: separates these generators from all others
+ORDER_KEY = 0x66696C65  # next to seed and epoch: separates these generators from all others
 
 
 class HubDocuments:
@@ -63,7 +63,8 @@ class HubDocuments:
         # This shard reads the row groups u with u % group_stride == first_group, and in each of
         # them the rows r with r % row_stride == first_row.
         shard_index, shard_count = shard
-        self._group_stride = min(shard_count, self._groups.count_up_to(shard_count))
+        group_count = self._groups.count_up_to(shard_count)  # exact if there are fewer than shards
+        self._group_stride = min(shard_count, group_count)
         self._first_group = shard_index % self._group_stride
         self._first_row = shard_index // self._group_stride
         self._row_stride = math.ceil((shard_count - self._first_group) / self._group_stride)
@@ -233,6 +234,7 @@ class RowGroups:
         group = metadata.row_group(row_group)
         names = [group.column(i).path_in_schema for i in range(group.num_columns)]
         column = group.column(names.index(self._field))
+        # The dictionary, if the column has one, precedes its data.
         start = column.dictionary_page_offset or column.data_page_offset
         stop = start + column.total_compressed_size
         buffer = pa.allocate_buffer(stop)
@@ -249,10 +251,12 @@ class RowGroups:
         try:
             tail = self._fetch(file, max(0, size - 8), size)
             length = int.from_bytes(tail[:4], "little")
+            # A file is b"PAR1", columns, footer, 4 bytes with the footer's length, b"PAR1".
             if len(tail) < 8 or tail[4:] != b"PAR1" or length + 12 > size:
                 raise pa.ArrowInvalid("no parquet footer at its end")
-            footer = self._fetch(file, size - 8 - length, size)
-            metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+            footer = self._fetch(file, size - 8 - length, size)  # with the last 8 bytes
+            file_without_columns = b"PAR1" + footer
+            metadata = pq.read_metadata(pa.BufferReader(file_without_columns))
             check_text_column(self.files.name, metadata, self._field)
         except pa.ArrowException as error:
             raise DataError(
@@ -261,7 +265,7 @@ class RowGroups:
         return metadata
 
     def _info(self, file: int) -> dict:
-        """Return what the hub knows about a file: `size`, `lfs` with its sha256, and so on."""
+        """Return the hub's entry for a file: `size`, `lfs` with its sha256, and so on."""
         path = self.files.paths[file]
         return retry(f"looking up {path}", lambda: self._hub.info(path))
 
@@ -293,7 +297,8 @@ class RowGroups:
         path = self.files.paths[file]
         repository, _, versioned_name = path.removeprefix("hf://datasets/").partition("@")
         commit, _, name = versioned_name.partition("/")
-        folder = Path(self._folder or "").expanduser() / f"datasets/{repository}@{commit}"
+        assert self._folder is not None  # otherwise nothing is downloaded
+        folder = Path(self._folder).expanduser() / f"datasets/{repository}@{commit}"
         disable_progress_bars()
         download = functools.partial(
             hf_hub_download,

@@ -81,7 +81,8 @@ def report_files(data: Data, listing: Listing) -> None:
 
     Nothing is printed if `data.path` is a single file.
     """
-    if listing.files == [Path(data.path or "").expanduser()]:
+    is_single_file = listing.files == [Path(data.path or "").expanduser()]
+    if is_single_file:
         return
     endings = Counter(_ending(path.name) for path in listing.files)
     text = f"data     {data.path}: {_format_total(endings)} read ({_format_counts(endings)})"
@@ -197,7 +198,7 @@ def _ending(name: str) -> str:
 def _format_total(endings: Counter[str]) -> str:
     """Format the number of files: `1 file`, `97 files`."""
     count = endings.total()
-    return f"{count:,} file{'s' * (count != 1)}"
+    return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def _format_counts(endings: Counter[str]) -> str:

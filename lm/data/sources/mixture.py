@@ -1,4 +1,7 @@
-"""Sources of a mixture: the config and the share of each source, by its name."""
+"""Sources of a mixture: the config and the share of each source, by its name.
+
+A curriculum (`data.curriculum`) has other shares in the first updates of a run.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ def data_by_source(data: Data) -> dict[str, Data]:
     """Return a section `data` for each source of a mixture, in alphabetic order of the names."""
     sections = {}
     for name, source in sorted((data.mixture or {}).items()):
+        # A source in a mixture has no keys of a stream, such as `dataset`.
         values = {key: getattr(source, key) for key in SINGLE_SOURCE_KEYS if hasattr(source, key)}
         sections[name] = data.model_copy(update={**values, "mixture": None, "curriculum": []})
     return sections
@@ -49,9 +53,10 @@ def tokenizer_bytes(cfg: Config) -> dict[str, int]:
 
 @contextlib.contextmanager
 def name_source_in_errors(name: str) -> Iterator[None]:
-    """Replace `data.path` and other keys in error messages by the keys of a mixture's source.
+    """Replace the keys of a single source in error messages by the keys of a mixture's source.
 
-    In source "web", `data.path` becomes `data.mixture.web.path`.
+    In source "web", `data.path` becomes `data.mixture.web.path`; the other keys are
+    `data.text_field` and `data.source`. A message without them begins with `data.mixture.web`.
 
     Args:
         name: Name of the source; "" for a single source, which changes nothing.
@@ -70,7 +75,7 @@ def name_source_in_errors(name: str) -> Iterator[None]:
 
 
 def source_shares(data: Data) -> dict[str, float]:
-    """Return {name: share} of the sources after the curriculum, in alphabetic order.
+    """Return {name: share} of the sources after the end of the curriculum, in alphabetic order.
 
     The shares sum to 1; a run on a single source has {"": 1}.
     """

@@ -61,9 +61,10 @@ def _local_documents(data: Data) -> Iterator[str]:
         origin = "traces"
     else:
         files = source_files(data)
+        # Text has no fields, but all readers are called with one.
         reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]
         texts = itertools.chain.from_iterable(reader(path, data.text_field) for path in files)
-        origin = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
+        origin = f"data.path {data.path} ({len(files)} file{'' if len(files) == 1 else 's'})"
     is_empty = True
     for text in texts:
         if text.strip():
@@ -86,6 +87,7 @@ def builtin_documents() -> tuple[str, ...]:
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
     for folder, subfolders, names in os.walk(root):
+        # The folder config-VERSION-PLATFORM differs between installations of the same version.
         subfolders[:] = [
             name for name in subfolders if name not in skipped and not name.startswith("config-")
         ]
@@ -121,8 +123,11 @@ def cut_at_blank_lines(text: str) -> Iterator[str]:
     while len(text) - start > MAX_DOCUMENT:
         min_end, max_end = start + MIN_DOCUMENT, start + MAX_DOCUMENT
         blank_lines = BLANK_LINES.search(text, min_end, max_end)
-        line_end = text.rfind("\n", min_end, max_end)  # -1 without a line end
-        end = blank_lines.end() if blank_lines else line_end + 1 or max_end
+        last_line_end = text.rfind("\n", min_end, max_end)
+        if blank_lines:
+            end = blank_lines.end()
+        else:
+            end = max_end if last_line_end == -1 else last_line_end + 1
         yield text[start:end]
         start = end
     yield text[start:]
@@ -166,9 +171,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
                 raise DataError(f"{location} is not a JSON object but a {type(row).__name__}")
             if field not in row:
                 keys = ", ".join(row) or "none"
-                raise DataError(
-                    f"{location} has no key `{field}` (its keys: {keys}); set data.text_field"
-                )
+                fault = f"has no key `{field}` (its keys: {keys})"
+                raise DataError(f"{location} {fault}; set data.text_field")
             if not isinstance(row[field], str):
                 raise DataError(f"{location}: `{field}` is not a string but {row[field]!r:.40}")
             # JSON may contain lone surrogates, which UTF-8 cannot encode.

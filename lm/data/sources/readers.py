@@ -17,10 +17,8 @@ MAX_JOIN_S = 2.0  # wait for the threads at the end of the process
 class Readers:
     """Threads that read results for keys; `take` returns the next result of a key.
 
-    Each thread serves some of the keys. The results of a key come in order, whatever the order in
-    which threads finish. After the first `take` of a key, up to RESULTS_AHEAD of its results are
-    read in
-    advance.
+    Each thread serves some of the keys, so the results of a key come in order. After the first
+    `take` of a key, up to RESULTS_AHEAD of its results are read in advance.
 
     Args:
         functions: One function per thread, which maps a key to the next result of the key.
@@ -38,7 +36,7 @@ class Readers:
     def take(self, key: int) -> Any:
         """Return the next result of a key, or raise the exception of the thread's function."""
         thread = self._threads[key]
-        while self._pending[key] <= RESULTS_AHEAD:
+        while self._pending[key] <= RESULTS_AHEAD:  # one result to return, and those in advance
             thread.requests.put(key)
             self._pending[key] += 1
         result, error = thread.results[key].get()

@@ -137,12 +137,13 @@ def iter_questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
         count: Number of documents.
 
     Raises:
-        DataError: As `documents`.
+        DataError: As `iter_documents`.
     """
     form = FORMS[traces.form](traces)
     for number in range(count):
         rng = random.Random(f"questions {traces.form} {traces.group} {gap} {number}")
-        *earlier_turns, last_turn = form.turns(rng, [gap] * (1 + number % 2))
+        turn_count = 1 + number % 2
+        *earlier_turns, last_turn = form.turns(rng, [gap] * turn_count)
         context = "".join(turn.question + turn.answer for turn in earlier_turns)
         yield Turn(context + last_turn.question, last_turn.answer)
 
@@ -157,7 +158,7 @@ def make_syllables(count: int) -> list[str]:
 def describe_text(traces: Traces | None) -> dict:
     """Return all settings that determine the text."""
     settings = (traces or Traces()).model_dump(mode="json", exclude_none=True)
-    if "num_elements" in settings:  # its first name, so that cached corpora keep their address
+    if "num_elements" in settings:  # the key's first name, so that corpora keep their address
         settings["letters"] = settings.pop("num_elements")
     return settings | {"version": VERSION}
 
@@ -165,4 +166,4 @@ def describe_text(traces: Traces | None) -> dict:
 def check(traces: Traces | None) -> None:
     """Raise DataError unless there is such a group, and the form supports it."""
     traces = traces or Traces()
-    FORMS[traces.form](traces)
+    FORMS[traces.form](traces)  # the constructor checks the group

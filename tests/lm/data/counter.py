@@ -11,9 +11,8 @@ class LocalShard:
     def __init__(self, data, shard=(0, 1), state=None, order=None):
         self._read_count = state["read"] if state else 0
         index, count = shard
-        self._texts = itertools.islice(
-            iter_documents(data), index + self._read_count * count, None, count
-        )
+        start = index + self._read_count * count
+        self._texts = itertools.islice(iter_documents(data), start, None, count)
 
     def __iter__(self):
         return self

@@ -59,8 +59,8 @@ def run(code: str, home: Path, **env: str) -> tuple[str, float]:
     """
     start = time.perf_counter()
     code = IMPORTS + code
-    if env == environment():
-        process = forks().run("-c", [code], timeout=120)
+    if env == start_hub():
+        process = start_fork_server().run("-c", [code], timeout=120)
     else:
         env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
         env |= {"HF_HOME": str(home), "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
@@ -71,7 +71,7 @@ def run(code: str, home: Path, **env: str) -> tuple[str, float]:
 
 
 @functools.cache
-def environment() -> dict[str, str]:
+def start_hub() -> dict[str, str]:
     """Start the local hub once; return the environment of processes that use it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -79,10 +79,11 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def forks() -> ForkServer:
+def start_fork_server() -> ForkServer:
+    """Start once the server whose forks use the local hub."""
     home = tempfile.mkdtemp(prefix="fprnn-hub-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0", **environment()}
+    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0", **start_hub()}
     return ForkServer(ROOT, ENV | env, SLOW_TO_IMPORT, f"hub-{os.getpid()}")
 
 
@@ -209,5 +210,5 @@ def serving(files: dict[str, bytes]):
     Hub.sha256 = {}
     Hub.commit = "a" * 40
     Hub.is_silent = False
-    yield environment()
+    yield start_hub()
     Hub.is_silent = False

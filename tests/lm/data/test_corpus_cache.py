@@ -46,7 +46,7 @@ def other_run(cfg, name: str, **data):
 def prepare_and_count(cfg, bpe) -> tuple:
     """Prepare a corpus; return it and the number of progress calls, 0 if it existed."""
     calls = []
-    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: calls.append(done))
+    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *counts: calls.append(counts))
     return corpus, len(calls)
 
 
@@ -155,15 +155,15 @@ def test_file_that_grows_while_it_is_read_is_refused(cfg, bpe, cache_dir):
     """Otherwise the entry would not match its address."""
     calls = []
 
-    def grow(*done):
-        calls.append(done)
+    def grow(*counts):
+        calls.append(counts)
         if len(calls) == 3:
             with open(cfg.data.path, "a") as file:
                 file.write('{"text": "one more document"}\n')
 
     with pytest.raises(DataError, match=r"mine\.jsonl changed while it was read"):
         prepare(cfg, bpe, cfg.run_dir, grow)
-    assert len(calls) == 21
+    assert len(calls) == 21  # 201 documents in batches of ten
     assert not list(cache_dir.rglob("*.bin"))
     corpus, calls = prepare_and_count(cfg, bpe)
     assert calls and corpus.meta.documents == 201
@@ -194,10 +194,8 @@ def test_relative_cache_moves_with_its_runs(cfg, bpe, tmp_path, monkeypatch):
 
 
 def test_bpe_is_trained_once_and_saved_in_each_run(cfg, cache_dir, monkeypatch):
-    calls, original = [], tokenizers.train_bpe
-    monkeypatch.setattr(
-        tokenizers, "train_bpe", lambda *args: calls.append(args) or original(*args)
-    )
+    calls, train = [], tokenizers.train_bpe
+    monkeypatch.setattr(tokenizers, "train_bpe", lambda cfg: calls.append(cfg) or train(cfg))
     runs = [other_run(cfg, name) for name in ("a", "b")]
     for run_cfg in runs:
         tokenizer = tokenizers.load_tokenizer(run_cfg, run_cfg.run_dir)
@@ -284,9 +282,7 @@ def test_run_keeps_its_corpus_without_the_source(cfg, bpe):
 def test_missing_corpus_is_made_only_from_the_same_text(cfg, bpe, cache_dir, source, capsys):
     meta = prepare_and_count(cfg, bpe)[0].meta
     shutil.rmtree(cache_dir)
-    with pytest.raises(
-        DataError, match=r"missing: continue the run with resume=auto, or call `fprnn"
-    ):
+    with pytest.raises(DataError, match="missing: continue the run with resume=auto, or call"):
         open_corpus(cfg.run_dir)
     if source == "unchanged":
         assert prepare_and_count(cfg, bpe)[0].meta == meta
@@ -328,7 +324,7 @@ def test_node_with_its_own_cache_makes_the_corpus(cfg, bpe, cache_dir, tmp_path)
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Folder on a disk of 1 MiB, and a function that remounts it with other options."""
+    """Folder on a disk of 1 MiB, and a function that remounts the disk with other options."""
     disk = tmp_path / "disk"
     disk.mkdir()
 
@@ -366,9 +362,7 @@ def test_read_only_cache_can_be_read(cfg, bpe, mounted):
     second = other_run(cfg, "second")
     assert prepare_and_count(second, bpe)[0].meta == meta  # it exists
     other = other_run(cfg, "other", leading_eos=True)
-    with pytest.raises(
-        OutputError, match=r"cannot be written: Read-only .*data.cache_dir=null is the"
-    ):
+    with pytest.raises(OutputError, match=r"be written: Read-only .*data.cache_dir=null is the"):
         prepare_and_count(other, bpe)
     remount("rw")
 

@@ -90,33 +90,34 @@ print(sum(waited))
 
 
 @pytest.mark.parametrize(
-    "place, times", [pytest.param("/revision/", 8, marks=pytest.mark.slow), (r"001_.*parquet", 20)]
+    "path_pattern, count",
+    [pytest.param("/revision/", 8, marks=pytest.mark.slow), (r"001_.*parquet", 20)],
 )
-def test_requests_are_retried_for_minutes(hub, all_texts, tmp_path, place, times):
+def test_requests_are_retried_for_minutes(hub, all_texts, tmp_path, path_pattern, count):
     """The hub answers 503 for longer than the libraries retry."""
-    Hub.faults += [(place, 503)] * times
+    Hub.faults += [(path_pattern, 503)] * count
     output, _ = run(READ + PATIENCE, tmp_path, **hub)
-    *waiting, texts_digest, waited = [
-        line for line in output.splitlines() if " thrown " not in line
-    ]
+    lines = [line for line in output.splitlines() if " thrown " not in line]
+    *waiting, texts_digest, waited = lines
     assert texts_digest == digest(all_texts) and float(waited) > 25 and not Hub.faults
     assert all(re.match(r"waiting  .*, then attempt \d at .*503 Service", line) for line in waiting)
     assert waiting
 
 
 @pytest.mark.parametrize(
-    "place, what",
+    "path_pattern, action",
     [
         ("/revision/", "opening dataset"),
         pytest.param(r"001_.*parquet", "reading bytes", marks=pytest.mark.slow),
     ],
 )
-def test_retries_end_with_an_error(hub, tmp_path, place, what):
-    Hub.faults += [(place, 503)] * 1000
+def test_retries_end_with_an_error(hub, tmp_path, path_pattern, action):
+    Hub.faults += [(path_pattern, 503)] * 1000
     output, _ = run(READ + PATIENCE, tmp_path, **hub)
     *_, sentence, waited = output.splitlines()
     assert re.match(
-        rf"{what} .* failed \d+ times in a row, waiting \d+ s in all: .*503.*resume=auto$", sentence
+        rf"{action} .* failed \d+ times in a row, waiting \d+ s in all: .*503.*resume=auto$",
+        sentence,
     )
     assert float(waited) > 240
 
@@ -151,17 +152,17 @@ from lm.data.corpus.tokenizer import load_tokenizer
 cfg = build_config({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,
     "train_bytes": 100000}, "data": {"source": "fineweb", "seq_len": 128,
     "val_tokens": 5000, "shuffle_buffer": 300, "workers": 2}})
-tok = load_tokenizer(cfg, cfg.run_dir)
-corpus = prepare(cfg, tok, cfg.run_dir)
-train, validation = build(cfg, tok, cfg.run_dir)
+tokenizer = load_tokenizer(cfg, cfg.run_dir)
+corpus = prepare(cfg, tokenizer, cfg.run_dir)
+train, validation = build(cfg, tokenizer, cfg.run_dir)
 print(corpus.meta.complete, sum(int((b["labels"] != -100).sum()) for b in validation[""]))
 list(itertools.islice(train, 25))
 state = train.state_dict()
 expected = list(itertools.islice(train, 60))
-again = build(cfg, tok, cfg.run_dir)[0]
-again.load_state_dict(state)
-print(all(torch.equal(a["labels"], b["labels"]) for a, b in zip(again, expected)))
-del train, again
+resumed, _ = build(cfg, tokenizer, cfg.run_dir)
+resumed.load_state_dict(state)
+print(all(torch.equal(a["labels"], b["labels"]) for a, b in zip(resumed, expected)))
+del train, resumed
 """,
         tmp_path,
         **hub,

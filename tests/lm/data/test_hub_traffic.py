@@ -75,9 +75,9 @@ def test_resume_after_50000_documents_fetches_one_row_group(large, tmp_path):
         Hub.served.clear()
         code = f"""
 state = json.loads({position!r})
-began = time.process_time()
+start = time.process_time()
 print(next(HubDocuments(data, state=state))[:8])
-print(time.process_time() - began)
+print(time.process_time() - start)
 """
         output, _ = run(SHARDS + code, tmp_path, **hub)
         fetched = corpus_bytes_served()
@@ -131,7 +131,7 @@ def text_column_offset(data: bytes, group: int) -> int:
     ],
 )
 def test_error_names_a_damaged_row_group(tmp_path, options, bit):
-    files = make_corpus(1, 3, compression="none", **options)
+    files = make_corpus(files=1, groups=3, compression="none", **options)
     name = next(iter(files))
     files[name] = flip_bit(files[name], text_column_offset(files[name], 1), bit)
     with serving(files) as hub:
@@ -142,7 +142,7 @@ def test_error_names_a_damaged_row_group(tmp_path, options, bit):
 
 @pytest.mark.slow
 def test_truncated_file_is_refused(tmp_path):
-    files = make_corpus(1, 3)
+    files = make_corpus(files=1, groups=3)
     name = next(iter(files))
     files[name] = files[name][:-100]
     with serving(files) as hub:
@@ -152,7 +152,7 @@ def test_truncated_file_is_refused(tmp_path):
 
 def test_damaged_response_is_fetched_again(tmp_path):
     """A proxy damages the first response; the second is whole."""
-    files = make_corpus(1, 3, write_page_checksum=True)
+    files = make_corpus(files=1, groups=3, write_page_checksum=True)
     name = next(iter(files))
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     with serving(files) as hub:
@@ -163,7 +163,7 @@ def test_damaged_response_is_fetched_again(tmp_path):
 
 def test_download_is_compared_with_the_hubs_sha256(tmp_path):
     """Neither pages nor text show the damage, on the hub or in one response."""
-    files = make_corpus(1, 3, compression="zstd")
+    files = make_corpus(files=1, groups=3, compression="zstd")
     name = next(iter(files))
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     offset = text_column_offset(files[name], 1)
@@ -209,7 +209,7 @@ for seed in (0, 1):
     blocks[seed] = {row[i : i + 8] for row in blocks[seed] for i in range(57)}
 print(len(blocks[0] & blocks[1]) / len(blocks[0]))
 """
-    with serving(make_corpus(3, 4, 100)) as hub:
+    with serving(make_corpus(files=3, groups=4, rows=100)) as hub:
         output, _ = run(SHARDS + STREAM.format(bpe=str(tmp_path / "bpe")) + code, tmp_path, **hub)
     first, shared = output.splitlines()
     orders = json.loads(first)
@@ -234,6 +234,6 @@ for old_size, new_size, count in ((2, 3, 30), (3, 1, 606)):
         loader.load_state_dict(state)
     assert take(loaders, 60) == reference[count : count + 60], (old_size, new_size, count)
 """
-    with serving(make_corpus(3, 4, 30)) as hub:
+    with serving(make_corpus(files=3, groups=4, rows=30)) as hub:
         output, _ = run(SHARDS + STREAM.format(bpe=str(tmp_path / "bpe")) + code, tmp_path, **hub)
     assert int(output) >= 1  # into the second epoch, which has another order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import os
@@ -55,9 +56,7 @@ def test_report_names_files_read_and_skipped(tmp_path, capsys):
 def test_folder_of_another_source_is_refused_with_its_endings(tmp_path, source):
     other = {"text": "a.parquet", "jsonl": "a.json.gz", "parquet": "a.jsonl.zst"}[source]
     write_files(tmp_path, other)
-    with pytest.raises(
-        DataError, match=rf"without any .* file: it contains 1 {other[1:]}; .*/\*\*'"
-    ):
+    with pytest.raises(DataError, match=rf"without any .* file: .* 1 {other[1:]}; .*/\*\*'"):
         source_files(Data(source=source, path=str(tmp_path)))
 
 
@@ -87,8 +86,9 @@ def test_folder_links_are_followed_unless_circular(tmp_path):
     data = tmp_path / "data"
     (data / "again").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "back").symlink_to(data)
-    for loop in ("loop", "sub/loop", "sub/to_itself"):
-        (data / loop).symlink_to(data if "itself" not in loop else data / loop)
+    for loop in ("loop", "sub/loop"):
+        (data / loop).symlink_to(data)
+    (data / "sub/to_itself").symlink_to(data / "sub/to_itself")
     expected = ["a.txt", "again/c.txt", "sub/b.txt"]
     assert names(data) == expected == names(f"{data}/**/*.txt") == names(f"{data}/**/**/*.txt")
 
@@ -109,7 +109,7 @@ def test_error_names_an_unreadable_folder(tmp_path, monkeypatch, pattern):
 
     def refuse(path):  # permissions do not stop the superuser
         if os.path.basename(path) == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
@@ -118,9 +118,8 @@ def test_error_names_an_unreadable_folder(tmp_path, monkeypatch, pattern):
 
 
 def test_globs_match_as_in_python(tmp_path):
-    write_files(
-        tmp_path, "a1.txt", "b/a2.txt", "b/c/a3.txt", ".hidden/a4.txt", "b/.a5.txt", "x[1]/a6.txt"
-    )
+    write_files(tmp_path, "a1.txt", "b/a2.txt", "b/c/a3.txt", "x[1]/a6.txt")
+    write_files(tmp_path, ".hidden/a4.txt", "b/.a5.txt")
     assert names(f"{tmp_path}/**/a?.txt") == ["a1.txt", "b/a2.txt", "b/c/a3.txt", "x[1]/a6.txt"]
     assert names(f"{tmp_path}/*/*.txt") == ["b/a2.txt", "x[1]/a6.txt"]
     assert names(f"{tmp_path}/b/**") == ["a2.txt", "c/a3.txt"]

@@ -22,6 +22,7 @@ from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
 from tests.lm.data.counter import LocalShard
 
+# Number of tokens, seq_len, micro-batch size.
 SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))
 
 
@@ -43,7 +44,7 @@ def test_every_epoch_has_each_target_once(sizes, world_size):
     n, seq_len, size = sizes
     blocks = block_count(n, seq_len)
     loaders = [
-        single_source_loader(np.arange(n), seq_len, size, 5, r, world_size)
+        single_source_loader(np.arange(n), seq_len, size, rank=r, world_size=world_size)
         for r in range(world_size)
     ]
     rows = []
@@ -56,22 +57,24 @@ def test_every_epoch_has_each_target_once(sizes, world_size):
 
 def test_epochs_and_seeds_have_different_orders():
     orders = [
-        targets(take(single_source_loader(np.arange(101), 1, 10, seed), 20)) for seed in (0, 0, 1)
+        targets(take(single_source_loader(np.arange(101), 1, micro_batch_size=10, seed=seed), 20))
+        for seed in (0, 0, 1)
     ]
     assert orders[0] == orders[1] != orders[2]
+    # An epoch has 100 targets.
     assert orders[0][:100] != orders[0][100:] and orders[0][:100] != sorted(orders[0][:100])
 
 
 @given(SIZES, st.integers(0, 40), st.integers(1, 3))
 @settings(deadline=None)
-def test_resume_is_exact_with_another_world_size(sizes, done, world_size):
+def test_resume_is_exact_with_another_world_size(sizes, read_count, world_size):
     n, seq_len, size = sizes
     single = single_source_loader(np.arange(n), seq_len, size)
-    take(single, done)
+    take(single, read_count)
     state = json.loads(json.dumps(single.state_dict()))
-    assert state["next_global_micro_batch"] == done
+    assert state["next_global_micro_batch"] == read_count
     ranks = [
-        single_source_loader(np.arange(n), seq_len, size, 0, r, world_size)
+        single_source_loader(np.arange(n), seq_len, size, rank=r, world_size=world_size)
         for r in range(world_size)
     ]
     for rank in ranks:
@@ -82,13 +85,14 @@ def test_resume_is_exact_with_another_world_size(sizes, done, world_size):
 
 
 def test_state_of_another_corpus_or_seed_is_refused():
-    state = single_source_loader(np.arange(500), 4, 6).state_dict()
+    tokens, size = np.arange(500), 6
+    state = single_source_loader(tokens, 4, size).state_dict()
     with pytest.raises(DataError, match="has blocks 125, this run has 63"):
-        single_source_loader(np.arange(500), 8, 6).load_state_dict(state)
+        single_source_loader(tokens, 8, size).load_state_dict(state)  # another seq_len
     with pytest.raises(DataError, match="has seed 0, this run has 1"):
-        single_source_loader(np.arange(500), 4, 6, seed=1).load_state_dict(state)
+        single_source_loader(tokens, 4, size, seed=1).load_state_dict(state)
     with pytest.raises(DataError, match="no block"):
-        single_source_loader(np.arange(1), 4, 6)
+        single_source_loader(tokens[:1], 4, size)
 
 
 @given(SIZES, st.sampled_from([1, 2, 3]), st.none() | st.integers(1, 100))
@@ -98,8 +102,8 @@ def test_ranks_validate_each_target_once(sizes, world_size, val_tokens):
     shares = [validation_blocks(np.arange(n), data, size, r, world_size) for r in range(world_size)]
     assert len({len(share) for share in shares}) == 1
     assert {tuple(b["labels"].shape) for s in shares for b in s} == {(size, seq_len)}
-    last = min(n, val_tokens + 1) if val_tokens else n
-    assert sorted(targets(itertools.chain(*shares))) == list(range(1, last))
+    end = min(n, val_tokens + 1) if val_tokens else n
+    assert sorted(targets(itertools.chain(*shares))) == list(range(1, end))
     for batch in itertools.chain(*shares):
         has_target = batch["labels"] != IGNORE
         assert torch.equal(batch["input_ids"][has_target] + 1, batch["labels"][has_target])
@@ -119,7 +123,8 @@ def test_build_returns_loaders_of_a_prepared_corpus(cfg, bpe):
 
 
 def stream_loader(cfg, bpe, rank=0, world_size=1, seed=0):
-    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size, LocalShard)
+    """Make a loader of micro-batches of 3 sequences of a local source."""
+    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size, open_documents=LocalShard)
 
 
 def count_epochs(loader) -> int:
@@ -141,9 +146,7 @@ def test_stream_resumes_exactly_at_every_point(cfg, bpe, buffer, world_size):
     for start in (0, 1, 40, len(batches) - 3):
         resumed = stream_loader(cfg, bpe, rank, world_size, seed=9)  # the state has the generator
         resumed.load_state_dict(states[start])
-        assert all(
-            is_equal(a, b) for a, b in zip(take(resumed, len(batches) - start), batches[start:])
-        )
+        assert all(is_equal(next(resumed), batch) for batch in batches[start:])
 
 
 def list_rows(batches) -> list[tuple]:
@@ -154,8 +157,10 @@ def test_unshuffled_stream_has_the_order_of_the_source(cfg, bpe, texts):
     cfg.data.shuffle_buffer = 1
     ids = encode_documents(bpe, [t for t in texts if not is_validation(t, 0.2)])
     ids = np.concatenate([ids, ids])  # two epochs without a gap
-    count = (len(ids) - 1) // (16 * 3)
-    assert targets(take(stream_loader(cfg, bpe), count)) == ids[1 : count * 48 + 1].tolist()
+    batch_tokens = 16 * 3  # seq_len × micro-batch size
+    count = (len(ids) - 1) // batch_tokens
+    expected = ids[1 : count * batch_tokens + 1].tolist()
+    assert targets(take(stream_loader(cfg, bpe), count)) == expected
 
 
 def test_stream_shuffles_without_loss(cfg, bpe):
@@ -176,8 +181,8 @@ def test_ranks_of_a_stream_read_different_documents(cfg, bpe, texts):
             rows += targets([next(loader)])
         shares.append({d for d in bpe.decode(rows).split("<|endoftext|>")[1:-1] if d in texts})
     assert shares[0] and shares[1]
-    index = [{texts.index(d) % 2 for d in share} for share in shares]
-    assert index == [{0}, {1}]
+    parities = [{texts.index(d) % 2 for d in share} for share in shares]
+    assert parities == [{0}, {1}]  # document i is in shard i % 2
 
 
 @pytest.mark.parametrize("old_size, new_size", [(1, 3), (3, 1), (2, 6), (6, 2), (3, 2), (2, 2)])
@@ -223,7 +228,7 @@ def test_stream_errors_name_the_setting(cfg, bpe):
     old_state = {"rank": 0, "world_size": 1, "workers": 0, "streams": [None], "turn": 0}
     with pytest.raises(DataError, match=r"by an earlier version.*train from scratch"):
         stream_loader(cfg, bpe).load_state_dict(old_state)
-    cfg.data.val_fraction = 0.9999999
+    cfg.data.val_fraction = 0.9999999  # every document
     with pytest.raises(DataError, match="has no training document"):
         next(stream_loader(cfg, bpe))
     cfg.data.workers, cfg.data.path = 1, "nowhere.jsonl"

@@ -53,6 +53,7 @@ def make_loader(size=3, rank=0, world_size=1, seed=7, weights=None, token_counts
 
 
 def draw_with(first, count, seed, weights, *stages) -> np.ndarray:
+    """Draw the sources of sequences by `stages`, and by `weights` after the stages."""
     return draw_sources(first, count, seed, [*stages, Stage(-1, weights)])
 
 
@@ -89,9 +90,10 @@ def test_every_source_has_its_share_and_its_own_epochs():
         assert share == pytest.approx(count[name] / 1200, abs=1e-6)
 
 
+# (micro-batch size, number of ranks) before and after resuming.
 @pytest.mark.parametrize("old, new", [((3, 1), (3, 2)), ((3, 2), (1, 3)), ((2, 3), (6, 1))])
 def test_resume_is_exact_on_other_ranks_and_batch_sizes(old, new):
-    expected = take(make_loader(1), 1500)
+    expected = take(make_loader(size=1), 1500)
     for count in (0, 1, 42, 90):
         size, world_size = old
         ranks = [make_loader(size, r, world_size) for r in range(world_size)]
@@ -144,16 +146,16 @@ def test_curriculum_draws_by_the_weights_of_its_stages():
 
 
 def test_curriculum_resumes_on_other_ranks_if_unchanged():
-    expected = take(make_loader(1, stages=STAGES), 1200)
-    old = make_loader(3, stages=STAGES)
-    for _ in range(85):
+    expected = take(make_loader(size=1, stages=STAGES), 1200)
+    old = make_loader(size=3, stages=STAGES)
+    for _ in range(85):  # 255 sequences
         next(old)
     state = json.loads(json.dumps(old.state_dict()))
     ranks = [make_loader(1, rank, 3, stages=STAGES) for rank in range(3)]
     for rank in ranks:
         rank.load_state_dict(state)
     resumed = [row for _ in range(200) for rank in ranks for row in take(rank, 1)]
-    assert resumed == expected[255 : 255 + 600]
+    assert resumed == expected[255 : 255 + 200 * 3]
     for other in ((), STAGES[:1], [(301, {"a": 1.0}), STAGES[1]]):
         with pytest.raises(DataError, match=r"has data\.curriculum \["):
             make_loader(3, stages=other).load_state_dict(state)
@@ -168,7 +170,7 @@ def test_ended_stage_stays_ended_after_a_resume():
     all_rows = drawn + take(batches, 360)
     assert {find_source(row) for row in all_rows[:120]} == {"a"}
     assert {find_source(row) for row in all_rows[120:720]} == {"b", "c"}
-    # The rest equals a run whose configured stage ends there.
+    # The rest equals a run whose first stage is configured to end at sequence 120 = 40 · 3.
     assert all_rows == take(make_loader(3, stages=[(120, STAGES[0][1]), STAGES[1]]), 400)
     assert batches.stage == 2  # the last stage ends at 720
     interrupted = make_loader(3, stages=STAGES)
@@ -205,7 +207,7 @@ def test_state_of_another_mixture_is_refused():
         make_loader(token_counts={"a": 41, "b": 90}).load_state_dict(state)
     with pytest.raises(DataError, match="seed 7, this run has 8"):
         make_loader(seed=8).load_state_dict(state)
-    single = single_source_loader(np.arange(50), 4, 3)
+    single = single_source_loader(np.arange(50), LENGTH, micro_batch_size=3)
     with pytest.raises(DataError, match="belongs to another kind of data"):
         single.load_state_dict(state)
     with pytest.raises(DataError, match="belongs to another kind of data"):
@@ -242,7 +244,7 @@ def test_validation_mean_is_weighted_by_shares():
 
 
 WEB = {"source": "text", "path": "x.txt", "weight": 1}
-ONLY = {"until": 9, "weights": {"web": 1}}
+WEB_STAGE = {"until": 9, "weights": {"web": 1}}
 REFUSED = [
     ({"mixture": {"web": WEB | {"weight": 0}}}, "`data.mixture` (web) sum to 0"),
     ({"mixture": {"web": WEB | {"weight": -1}}}, "`data.mixture.web.weight` is -1"),
@@ -261,12 +263,18 @@ REFUSED = [
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` describes a single"),
     ({"temperature": 2}, "`data.temperature` is 2, but the key was removed"),
     (
-        {"mixture": {"web": WEB}, "curriculum": [ONLY | {"min_answer_prob": 0.9}]},
+        {"mixture": {"web": WEB}, "curriculum": [WEB_STAGE | {"min_answer_prob": 0.9}]},
         "`data.curriculum.0.min_answer_prob` waits for the answers of its traces, and none of its",
     ),
-    ({"curriculum": [ONLY]}, "`data.curriculum` changes the weights of `data.mixture`"),
-    ({"mixture": {"code": WEB}, "curriculum": [ONLY]}, "`data.curriculum.0` has a weight for web"),
-    ({"mixture": {"web": WEB}, "curriculum": [ONLY, ONLY]}, "`data.curriculum.1` ends at update 9"),
+    ({"curriculum": [WEB_STAGE]}, "`data.curriculum` changes the weights of `data.mixture`"),
+    (
+        {"mixture": {"code": WEB}, "curriculum": [WEB_STAGE]},
+        "`data.curriculum.0` has a weight for web",
+    ),
+    (
+        {"mixture": {"web": WEB}, "curriculum": [WEB_STAGE, WEB_STAGE]},
+        "`data.curriculum.1` ends at update 9",
+    ),
     ({"mixture": {"web": WEB}, "curriculum": [{"until": 9, "weights": {"web": 0}}]}, "sum to 0"),
     ({"mixture": {"web": WEB}, "curriculum": [{"until": 0, "weights": {"web": 1}}]}, "until"),
 ]
@@ -288,10 +296,9 @@ def test_overrides_and_sweeps_set_keys_of_a_mixture():
     assert config.point_name("x", 1, points[1]) == "x/001-weight=0.5"
     with pytest.raises(ConfigError, match=r"did you mean `data.mixture.web.weight`"):
         config.set_overrides(tree, ["data.mixture.web.wait=3"])
+    other = {"data": {"mixture": {"web": WEB}}}
+    config.set_overrides(other, ["data.mixture.wbe.weight=3"])
     with pytest.raises(ConfigError, match=r"`data.mixture.wbe.source` is missing"):
-        config.set_overrides(
-            other := {"data": {"mixture": {"web": WEB}}}, ["data.mixture.wbe.weight=3"]
-        )
         config.build(other)
 
 
@@ -299,9 +306,8 @@ def test_overrides_and_sweeps_set_keys_of_a_mixture():
 def mixture_cfg(cfg, texts, tmp_path):
     """Config of a mixture: the usual documents, and twenty others under another key."""
     other = tmp_path / "other.jsonl"
-    lines = [
-        json.dumps({"body": f"{text[::-1]} {i} backwards"}) for i, text in enumerate(texts[:20])
-    ]
+    bodies = [f"{text[::-1]} {i} backwards" for i, text in enumerate(texts[:20])]
+    lines = [json.dumps({"body": body}) for body in bodies]
     other.write_text("\n".join(lines), encoding="utf-8")
     tree = cfg.model_dump()
     path = tree["data"]["path"]
@@ -328,7 +334,8 @@ def test_sources_are_prepared_and_validated_separately(mixture_cfg, bpe):
     for name, corpus in corpora.items():
         labels = [t for batch in validation[name] for t in batch["labels"].flatten().tolist()]
         assert [t for t in labels if t != IGNORE] == corpus.val[1:].tolist()
-    drawn = {tuple(r[:5]) for r in label_rows(itertools.islice(train, 60))}
+    # The first five tokens of a sequence show its source: three quarters are from "own".
+    drawn = {tuple(row[:5]) for row in take(train, 60)}
     tokens = corpora["own"].train[:].astype(int)
     windows = set(map(tuple, np.lib.stride_tricks.sliding_window_view(tokens, 5).tolist()))
     assert 0.6 < sum(row in windows for row in drawn) / len(drawn) <= 1
@@ -339,6 +346,7 @@ def test_tokenizer_reads_each_source_by_its_weight(mixture_cfg):
     assert tokenizer_bytes(mixture_cfg) == {"back": 250, "own": 750}
     texts = list(training_texts(mixture_cfg))
     back_size = sum(len(text) for text in texts if text.endswith("backwards"))
+    # The last document of a source may exceed its bytes.
     assert 250 <= back_size < 400 and 750 <= sum(map(len, texts)) - back_size < 1100
     assert not any(is_validation(text, mixture_cfg.data.val_fraction) for text in texts)
     mixture_cfg.data.mixture["back"].weight = 0
@@ -374,8 +382,9 @@ def test_shipped_mixture_is_planned():
 
 def test_single_source_keeps_its_permutations():
     """Runs of earlier versions continue with permutations drawn from (seed, epoch)."""
-    order = [row[0] - 1 for row in take(single_source_loader(np.arange(101), 1, 10, 5), 20)]
+    loader = single_source_loader(np.arange(101), seq_len=1, micro_batch_size=10, seed=5)
+    order = [row[0] - 1 for row in take(loader, 20)]
     expected = [np.random.default_rng([5, epoch]).permutation(100) for epoch in (0, 1)]
     assert order == np.concatenate(expected).tolist()
-    batch = next(single_source_loader(np.arange(9), 4, 2))
+    batch = next(single_source_loader(np.arange(9), seq_len=4, micro_batch_size=2))
     assert torch.equal(batch["input_ids"][:, 1:] + 1, batch["labels"][:, 1:])

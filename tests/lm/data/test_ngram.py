@@ -21,8 +21,8 @@ def brute_force(train: list[int], val: list[int], vocab: int) -> dict[str, float
         successors = [b for a, b in itertools.pairwise(train) if a == v]
         if not successors:
             return unigram(w)
-        kinds = len(set(successors))
-        return (successors.count(w) + kinds * unigram(w)) / (len(successors) + kinds)
+        different = len(set(successors))  # T(v)
+        return (successors.count(w) + different * unigram(w)) / (len(successors) + different)
 
     pairs = list(itertools.pairwise(val))
     logs = {
@@ -37,18 +37,17 @@ def brute_force(train: list[int], val: list[int], vocab: int) -> dict[str, float
 @pytest.mark.parametrize("seed", range(5))
 def test_perplexities_match_brute_force(seed):
     rng = np.random.default_rng(seed)
-    train, val = (
-        rng.integers(0, 9, 60),
-        rng.integers(0, 12, 41),
-    )  # 9, 10, 11 do not occur in training
-    blocks = validation_blocks(val, Data(seq_len=7), 2)
-    perplexities = ngram_baselines(train.astype(np.uint16), blocks, 12)
-    expected = brute_force(train.tolist(), val.tolist(), 12)
+    vocab_size = 12
+    train = rng.integers(0, 9, size=60)  # 9, 10 and 11 do not occur in training
+    val = rng.integers(0, vocab_size, size=41)
+    blocks = validation_blocks(val, Data(seq_len=7), micro_batch_size=2)
+    perplexities = ngram_baselines(train.astype(np.uint16), blocks, vocab_size)
+    expected = brute_force(train.tolist(), val.tolist(), vocab_size)
     assert perplexities == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_training_token_works_and_no_target_is_refused():
-    blocks = validation_blocks(np.arange(5), Data(seq_len=2), 2)
-    assert ngram_baselines(np.array([1]), blocks, 5)["bigram"] > 0
+    blocks = validation_blocks(np.arange(5), Data(seq_len=2), micro_batch_size=2)
+    assert ngram_baselines(np.array([1]), blocks, vocab_size=5)["bigram"] > 0
     with pytest.raises(ValueError, match="no validation target"):
-        ngram_baselines(np.arange(5), [], 5)
+        ngram_baselines(np.arange(5), [], vocab_size=5)

@@ -33,7 +33,8 @@ def test_targets_are_all_tokens_except_the_first(docs, seq_len, resume_at):
 
 
 def test_micro_batch_shifts_and_pads():
-    batch = micro_batch(block_rows(np.array([5, 6, 7, 8], np.uint16), 2, np.arange(3)))
+    stream = np.array([5, 6, 7, 8], np.uint16)
+    batch = micro_batch(block_rows(stream, seq_len=2, indices=np.arange(3)))
     assert batch["input_ids"].tolist() == [[5, 6], [7, 8], [0, 0]]
     assert batch["labels"].tolist() == [[6, 7], [8, IGNORE], [IGNORE, IGNORE]]
     assert str(batch["labels"].dtype) == str(batch["input_ids"].dtype) == "torch.int64"

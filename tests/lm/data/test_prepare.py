@@ -19,15 +19,15 @@ from tests.running import FORKS
 
 
 def test_streams_contain_the_documents_of_each_split(cfg, bpe, texts):
-    seen = []
-    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: seen.append(done))
+    progress_counts = []  # (documents, tokens)
+    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *counts: progress_counts.append(counts))
     for split, is_val in ((corpus.train, False), (corpus.val, True)):
         documents = [t for t in texts if is_validation(t, 0.2) == is_val]
         assert split[:].tolist() == encode_documents(bpe, documents).tolist()
         assert split.dtype == np.uint16 and len(split) == len(split[:])
     meta = corpus.meta
     assert meta.train_documents + meta.val_documents == 200 and meta.complete
-    assert seen[-1] == (200, meta.train_tokens + meta.val_tokens)
+    assert progress_counts[-1] == (200, meta.train_tokens + meta.val_tokens)
 
 
 def find_entry(cfg) -> Path:
@@ -36,7 +36,7 @@ def find_entry(cfg) -> Path:
     return entry
 
 
-def test_another_split_in_the_same_run_is_prepared_again(cfg, bpe, capsys):
+def test_run_with_another_setting_is_prepared_again(cfg, bpe, capsys):
     old = prepare(cfg, bpe, cfg.run_dir).meta
     cfg.data.leading_eos = True
     new = prepare(cfg, bpe, cfg.run_dir).meta
@@ -112,9 +112,8 @@ def test_large_files_are_verified_only_after_a_change(cfg, bpe, monkeypatch):
     path = find_entry(cfg) / "train.bin"
     stat = path.stat()
     flip(path)
-    os.utime(
-        path, ns=(stat.st_atime_ns, stat.st_mtime_ns)
-    )  # a copy may keep them, but not the ctime
+    # A program may keep the modification time, but not the change time (ctime).
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(DataError, match=r"train.bin is damaged: its sha256 is"):
         prepare(cfg, bpe, cfg.run_dir)
     flip(path)  # flips the same bit back
@@ -125,12 +124,8 @@ def test_large_files_are_verified_only_after_a_change(cfg, bpe, monkeypatch):
 
 
 def test_id_beyond_the_vocabulary_is_refused(cfg, bpe, monkeypatch):
-    monkeypatch.setattr(
-        tokenising, "encode_documents", lambda tokenizer, *_: np.array([len(tokenizer)])
-    )
-    fails(
-        cfg, bpe, "the tokenizer returned the id 320, but its vocabulary has 320 entries: its files"
-    )
+    monkeypatch.setattr(tokenising, "encode_documents", lambda *_: np.array([len(bpe)]))
+    fails(cfg, bpe, "tokenizer returned the id 320, but its vocabulary has 320 entries: its files")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "null"])

@@ -27,7 +27,7 @@ if sys.argv[1] == "error":
 
 
 def make_counter(first: int):
-    """Make a function that returns a key, and how often it was called for the key plus `first`."""
+    """Make a function that returns its key, and a number per key that counts up from `first`."""
     numbers = {}
 
     def read(key):
@@ -60,9 +60,8 @@ def test_error_in_a_thread_keeps_its_traceback(readers):
 
 @pytest.mark.parametrize("mode", ["idle", "closed", "error", "busy"])
 def test_ending_process_does_not_wait_for_threads(mode):
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, mode], cwd=ROOT, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", TRAINER, mode]
+    trainer = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     start = time.monotonic()
     _, error = trainer.communicate(timeout=50)
     assert time.monotonic() - start < 30

@@ -46,9 +46,8 @@ def sentencepiece_like(decoder="strip", prepend="▁") -> PreTrainedTokenizerFas
     byte_decoders = [decoders.ByteFallback(), decoders.Fuse()]
     if decoder == "strip":
         space = normalizers.Replace(" ", "▁")
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Prepend(prepend), space] if prepend else [space]
-        )
+        prefix = [normalizers.Prepend(prepend)] if prepend else []
+        backend.normalizer = normalizers.Sequence([*prefix, space])
         parts = [decoders.Replace("▁", " "), *byte_decoders]
         parts += [decoders.Strip(" ", 1, 0)] if prepend else []
     else:
@@ -104,7 +103,10 @@ def test_any_part_of_a_stream_has_the_bytes_of_its_text(bpe):
         num_checked += 1
         for world in (1, 2, 3):
             data = Data(seq_len=4, val_tokens=targets)
-            shares = [validation_blocks(ids, data, 2, rank, world) for rank in range(world)]
+            shares = [
+                validation_blocks(ids, data, micro_batch_size=2, rank=rank, world_size=world)
+                for rank in range(world)
+            ]
             counts = [text_bytes.count(b["input_ids"], b["labels"]) for s in shares for b in s]
             assert sum(counts) == len(text.encode()), (targets, world)
     assert num_checked > 20 and len(ids) - num_checked > 3
@@ -120,13 +122,12 @@ def test_eos_has_bits_but_no_bytes(bpe):
 def test_uniform_model_of_bytes_has_8_bits_per_byte():
     assert bits_per_byte(1000 * math.log(256), 1000) == pytest.approx(8)
     assert bits_per_byte(3.0, None) is None and bits_per_byte(3.0, 0) is None
-    assert (
-        format_bits_per_byte(1.5) == "  bits per byte 1.5000" and format_bits_per_byte(None) == ""
-    )
+    assert format_bits_per_byte(1.5) == "  bits per byte 1.5000"
+    assert format_bits_per_byte(None) == ""
 
 
 def test_bytes_are_summed_over_ranks(bpe, monkeypatch):
-    """The other rank has 1,000 bytes more."""
+    """The other rank adds 1,000 bytes, and no token whose bytes are unknown."""
     batch = {
         "input_ids": torch.tensor([[bpe.eos_token_id, 9]]),
         "labels": torch.tensor([[9, -100]]),

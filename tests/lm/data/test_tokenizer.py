@@ -62,7 +62,8 @@ def test_leading_eos_is_added_to_each_document(bpe):
     eos = bpe.eos_token_id
     a, b = bpe.encode("a"), bpe.encode("b")
     assert encode_documents(bpe, ["a", "b"]).tolist() == [*a, eos, *b, eos]
-    assert encode_documents(bpe, ["a", "b"], True).tolist() == [eos, *a, eos, eos, *b, eos]
+    ids = encode_documents(bpe, ["a", "b"], leading_eos=True).tolist()
+    assert ids == [eos, *a, eos, eos, *b, eos]
     assert encode_documents(bpe, []).shape == (0,)
 
 
@@ -165,5 +166,5 @@ def test_tokenizer_with_its_own_code_is_refused(cfg, tmp_path, monkeypatch):
 
 
 def test_corpus_without_training_documents_is_refused(cfg):
-    cfg.data.val_fraction = 0.9999999
+    cfg.data.val_fraction = 0.9999999  # every document
     fails(cfg, "bpe", "no training document")

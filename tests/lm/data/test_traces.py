@@ -12,7 +12,7 @@ import torch
 
 from lm.config.data import Data, Traces
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.questions import COUNT, question_batches
+from lm.data.batches.questions import QUESTION_COUNT, question_batches
 from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
@@ -22,6 +22,7 @@ from tests.refusals import refused
 from tests.running import ROOT, run
 
 TINY = ROOT / "configs/tiny/lm.yaml"
+BATCH_SIZE, SEQ_LEN = 50, 128  # of a micro-batch of training
 PERMUTATIONS = list(itertools.permutations(range(3)))
 WORDS = dict(zip(["ba", "be", "bi", "bo", "bu", "ca"], PERMUTATIONS))
 
@@ -77,7 +78,7 @@ def test_answers_are_right_and_gaps_as_configured(form, read):
     gaps = [read(text) for text in texts]
     assert {gap for document in gaps for gap in document} == {1, 3, 7}
     assert {len(document) for document in gaps} == {1, 2, 3, 4}
-    assert texts == list(traces.iter_documents(source)), "not deterministic"
+    assert texts == list(traces.iter_documents(source)), "documents must be the same at every call"
 
 
 def test_session_may_ask_before_any_swap():
@@ -94,7 +95,7 @@ def test_gaps_up_to_a_number_are_geometric(form, read):
     gaps = [gap for text in traces.iter_documents(source) for gap in read(text)]
     assert set(gaps) == set(source.possible_gaps) == set(range(shortest, 7))
     for gap in range(shortest, 6):
-        assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
+        assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)  # n / (n + 2)
 
 
 def test_words_of_few_elements_have_low_order():
@@ -113,7 +114,7 @@ def test_words_of_few_elements_have_low_order():
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_questions_are_right_and_not_in_training(form, read):
-    turns = list(traces.iter_questions(Traces(form=form), 20, 60))
+    turns = list(traces.iter_questions(Traces(form=form), gap=20, count=60))
     end = traces.FORMS[form].end
     texts = [turn.question + turn.answer + end for turn in turns]
     assert [read(text) for text in texts] == [[20], [20, 20]] * 30
@@ -145,9 +146,9 @@ def test_other_traces_have_another_address(tmp_path):
 
 def test_only_answers_are_targets_of_questions(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
-    batches = question_batches(source, bpe, 50, 128)
-    assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
-    turns = list(traces.iter_questions(Traces(), 6, COUNT))
+    batches = question_batches(source, bpe, BATCH_SIZE, SEQ_LEN)
+    assert [len(batch["labels"]) for batch in batches] == [50, 50, QUESTION_COUNT - 100]
+    turns = list(traces.iter_questions(Traces(), 6, QUESTION_COUNT))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
     labels = torch.cat([batch["labels"] for batch in batches])
     assert (inputs[:, 0] == bpe.eos_token_id).all()
@@ -158,7 +159,8 @@ def test_only_answers_are_targets_of_questions(bpe):
 
 
 def test_questions_have_the_elements_of_their_source(bpe):
-    for batch in question_batches(Traces(num_elements=4, gaps=[3], documents=1), bpe, 50, 128):
+    source = Traces(num_elements=4, gaps=[3], documents=1)
+    for batch in question_batches(source, bpe, BATCH_SIZE, SEQ_LEN):
         for row, targets in zip(batch["input_ids"], batch["labels"]):
             question = bpe.decode(row[1 : (targets != IGNORE).nonzero()[0] + 1])
             assert set(re.findall(r"(?<!= )\b\w+", question)) <= {"ba", "be", "bi", "ca"}
@@ -166,17 +168,17 @@ def test_questions_have_the_elements_of_their_source(bpe):
 
 def test_questions_have_the_longest_gap_that_fits(bpe):
     """A micro-batch has no more tokens than a micro-batch of training."""
-    source = Traces(group="S3", gaps=[1, 6, 5000], documents=1)
-    fitting = question_batches(source, bpe, 50, 128)
-    assert [batch["input_ids"].tolist() for batch in fitting] == [
-        batch["input_ids"].tolist()
-        for batch in question_batches(source.model_copy(update={"gaps": [6]}), bpe, 50, 128)
-    ]
-    long = question_batches(source.model_copy(update={"gaps": [300]}), bpe, 50, 128)
-    assert sum(len(batch["labels"]) for batch in long) == COUNT
-    for batch in long:
+    source = Traces(group="S3", documents=1)
+    batches, batches_6, batches_300 = (
+        question_batches(source.model_copy(update={"gaps": gaps}), bpe, BATCH_SIZE, SEQ_LEN)
+        for gaps in ([1, 6, 5000], [6], [300])
+    )
+    for batch, batch_6 in zip(batches, batches_6, strict=True):
+        assert torch.equal(batch["input_ids"], batch_6["input_ids"])
+    assert sum(len(batch["labels"]) for batch in batches_300) == QUESTION_COUNT
+    for batch in batches_300:
         rows, width = batch["labels"].shape
-        assert rows == 1 or rows * width <= 50 * 128
+        assert rows == 1 or rows * width <= BATCH_SIZE * SEQ_LEN
 
 
 def test_answer_merged_with_its_question_is_a_target():
@@ -189,7 +191,7 @@ def test_answer_merged_with_its_question_is_a_target():
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["?", "<end>"])
     merged.train_from_iterator(traces.iter_documents(source), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="<end>")
-    for batch in question_batches(source, tokenizer, 50, 128):
+    for batch in question_batches(source, tokenizer, BATCH_SIZE, SEQ_LEN):
         assert (batch["labels"] != IGNORE).any(-1).all()
 
 
@@ -198,8 +200,8 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     session, words = Traces(form="repl", gaps=[1]), Traces(group="S3", gaps=[2])
     validation = object.__new__(Validation)
     validation.questions = {
-        "repl": question_batches(session, bpe, 50, 128),
-        "words": question_batches(words, bpe, 50, 128),
+        "repl": question_batches(session, bpe, BATCH_SIZE, SEQ_LEN),
+        "words": question_batches(words, bpe, BATCH_SIZE, SEQ_LEN),
     }
     questions = validation.questions
     nll = {id(questions["repl"]): 0.3, id(questions["words"]): 0.1}  # loss per token
@@ -212,8 +214,8 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     answer_lengths = {
         name: [len(bpe(turn.answer)["input_ids"]) for turn in turns]
         for name, turns in (
-            ("repl", traces.iter_questions(Traces(form="repl"), 1, COUNT)),
-            ("words", traces.iter_questions(Traces(), 2, COUNT)),
+            ("repl", traces.iter_questions(Traces(form="repl"), 1, QUESTION_COUNT)),
+            ("words", traces.iter_questions(Traces(), 2, QUESTION_COUNT)),
         )
     }
     assert set(answer_lengths["repl"]) == {2}, "a line end and a number"
@@ -223,7 +225,7 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     }
     assert answer_probability["repl"] == pytest.approx(math.exp(-2 * 0.3))
     assert answer_probability["words"] == pytest.approx(
-        math.exp(-0.1 * sum(answer_lengths["words"]) / COUNT)
+        math.exp(-0.1 * sum(answer_lengths["words"]) / QUESTION_COUNT)
     )
     both = validation.answer_probability(Engine(), ["words", "repl"], lambda: None)
     assert both == answer_probability["repl"] < answer_probability["words"]

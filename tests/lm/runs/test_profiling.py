@@ -15,9 +15,9 @@ from synthetic import config as synthetic_config
 from tests.running import run
 
 
-def train(profile, updates, first=1):
-    """Run fake updates of one matrix product each."""
-    for number in range(first, updates + 1):
+def train(profile, last, first=1):
+    """Run fake updates `first` to `last` of one matrix product each."""
+    for number in range(first, last + 1):
         with profile.update(number):
             torch.ones(4, 4) @ torch.ones(4, 4)
 
@@ -30,7 +30,7 @@ def names_in(trace):
 def test_trace_has_exactly_the_requested_updates(tmp_path):
     messages = []
     profile = Profile((3, 4), tmp_path / "profile", messages.append)
-    train(profile, 6)
+    train(profile, last=6)
     profile.close()
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == ["updates-3-4.trace.json.gz"]
@@ -43,20 +43,20 @@ def test_trace_has_exactly_the_requested_updates(tmp_path):
 def test_resumed_run_profiles_the_remaining_updates(tmp_path):
     messages = []
     within = Profile((2, 4), tmp_path, messages.append)
-    train(within, 5, first=4)
+    train(within, last=5, first=4)
     assert "updates 4 to 4" in messages[0] and (tmp_path / "updates-4-4.trace.json.gz").exists()
-    train(Profile((2, 4), tmp_path / "after", messages.append), 6, first=5)
+    train(Profile((2, 4), tmp_path / "after", messages.append), last=6, first=5)
     assert len(messages) == 1 and not (tmp_path / "after").exists()
 
 
 def test_stopped_run_leaves_no_partial_profile(tmp_path):
     messages = []
     profile = Profile((2, 4), tmp_path / "profile", messages.append)
-    train(profile, 3)
+    train(profile, last=3)
     profile.close()
     assert messages == ["note: the run ends before update 4: no profile is written"]
     assert not (tmp_path / "profile").exists()
-    train(Profile((1, 2), tmp_path, messages.append), 2)  # the profiler can start again
+    train(Profile((1, 2), tmp_path, messages.append), last=2)  # the profiler can start again
     assert messages[1].startswith("profile  of updates 1 to 2")
 
 
@@ -72,7 +72,7 @@ def test_failing_profiler_does_not_stop_the_run(tmp_path, monkeypatch, fault):
     else:
         (tmp_path / "profile").write_text("a file where the folder should be")
     profile = Profile((2, 3), tmp_path / "profile", messages.append)
-    train(profile, 5)
+    train(profile, last=5)
     profile.close()
     assert len(messages) == 1 and messages[0].startswith("warning: no profile (log.profile): ")
     assert ("no CUPTI" if fault == "start" else "cannot be written") in messages[0]

@@ -41,7 +41,12 @@ class Sweep:
         ]
 
     def write(self, index, seconds_ago=3600.0, steps=8, **files):
-        """Make the run directory of a point with files {name: text or JSON value}."""
+        """Make the run directory of a point.
+
+        Args:
+            seconds_ago: Age of the files; a lease has its own.
+            files: {name with "_" for ".", such as result_json: text or JSON value}.
+        """
         folder = self.folders[index]
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(f"name: x\ntrain:\n  steps: {steps}\n")
@@ -81,13 +86,8 @@ def test_sweep_status_shows_every_state(sweep, capsys, monkeypatch):
     )
     failure = {"sentence": "stopped at update 3: the loss is nan", "exit_code": 76, "step": 3}
     sweep.write(2, failure_json=failure | {"when": time.time()})
-    done, running, failed, absent = sweep.points()
-    assert [p.state for p in (done, running, failed, absent)] == [
-        "done",
-        "running",
-        "failed",
-        "missing",
-    ]
+    done, running, failed, absent = points = sweep.points()
+    assert [point.state for point in points] == ["done", "running", "failed", "missing"]
     assert done.text == "8 updates, trained 67 min"
     bits = {"validation": RESULT["validation"] | {"bits_per_byte": 1.25}}
     sweep.write(0, result_json=RESULT | bits)

@@ -34,6 +34,7 @@ def export_copy(small_export, tmp_path):
 
 
 def flip_bit(path, bit):
+    """Flip a bit of a file, counted from its beginning; bit 8·n is in byte n."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
@@ -41,11 +42,12 @@ def flip_bit(path, bit):
 
 # Exports.
 
+WEIGHT_BIT = 8 * 5000  # in a weight of the export, after the header of the file
+
 
 def test_sha256sum_covers_all_files_except_the_card(small_export):
-    process = subprocess.run(
-        ["sha256sum", "-c", SUMS], cwd=small_export, capture_output=True, text=True
-    )
+    command = ["sha256sum", "-c", SUMS]
+    process = subprocess.run(command, cwd=small_export, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     listed = {line.partition(":")[0] for line in process.stdout.splitlines()}
     assert listed == {path.name for path in small_export.iterdir()} - {SUMS, CARD, EXPORT_RECORD}
@@ -115,7 +117,7 @@ def test_from_pretrained_refuses_changed_weights(export_copy):
     register_auto_classes()
     for load in (FPRNNForCausalLM, AutoModelForCausalLM):
         load.from_pretrained(export_copy)
-    flip_bit(export_copy / "model.safetensors", 8 * 5000)
+    flip_bit(export_copy / "model.safetensors", WEIGHT_BIT)
     for load in (FPRNNForCausalLM, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=r"model\.safetensors is damaged, or was changed"):
             load.from_pretrained(export_copy)
@@ -126,10 +128,9 @@ def test_from_pretrained_refuses_changed_weights(export_copy):
 
 
 def test_from_pretrained_refuses_changed_shard(export_copy):
-    FPRNNForCausalLM.from_pretrained(export_copy).save_pretrained(
-        export_copy / "cut", max_shard_size="5KB"
-    )
     folder = export_copy / "cut"
+    model = FPRNNForCausalLM.from_pretrained(export_copy)
+    model.save_pretrained(folder, max_shard_size="5KB")
     write_sums(folder, [path.name for path in folder.iterdir()])
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(shards) > 2
@@ -152,7 +153,7 @@ except ValueError as e:
 def test_exported_code_refuses_changed_weights(export_copy, tmp_path):
     """In a process that cannot import `lm`."""
     assert run_alone(LOAD, export_copy, cwd=tmp_path).stdout == "transformers_modules\n"
-    flip_bit(export_copy / "model.safetensors", 8 * 5000)
+    flip_bit(export_copy / "model.safetensors", WEIGHT_BIT)
     printed = run_alone(LOAD, export_copy, cwd=tmp_path).stdout
     assert "model.safetensors is damaged, or was changed (its SHA-256 differs)" in printed
 
@@ -316,7 +317,8 @@ def in_repository(monkeypatch):
 
 
 DEAD_LEASE = {**Lease(Path("lease.json")).record, "pid": 2**22 + 1}  # larger than any process id
-TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
+# Overrides: the text of the tiny run, and `resume`.
+RESUME_TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
 
 
 def test_missing_checkpoints_do_not_restart_the_run(tiny, in_repository, stopped_run):
@@ -325,18 +327,17 @@ def test_missing_checkpoints_do_not_restart_the_run(tiny, in_repository, stopped
     shutil.rmtree(stopped_run / "checkpoints")
     process = fprnn(*TINY, f"out_dir={stopped_run.parent}")
     assert process.returncode == FAILED
-    assert (
-        f"{stopped_run} has made 8 updates" in process.stderr and "restore them" in process.stderr
-    )
+    assert f"{stopped_run} has made 8 updates" in process.stderr
+    assert "restore them" in process.stderr
     assert (stopped_run / "metrics.jsonl").read_bytes() == log
     (stopped_run / "checkpoints/step-000004.partial").mkdir(parents=True)
     with pytest.raises(RunDirError, match="has made 8 updates"):
-        claim(tiny, stopped_run, *TEXT)
+        claim(tiny, stopped_run, *RESUME_TEXT)
     (stopped_run / "metrics.jsonl").unlink()
     (stopped_run / "result.json").write_text("{}")
     with pytest.raises(RunDirError, match=r"its checkpoints are gone .*--overwrite"):
-        claim(tiny, stopped_run, *TEXT)
-    claim(tiny, stopped_run, *TEXT, overwrite=True)
+        claim(tiny, stopped_run, *RESUME_TEXT)
+    claim(tiny, stopped_run, *RESUME_TEXT, overwrite=True)
     assert not (stopped_run / "result.json").exists()
 
 
@@ -345,11 +346,11 @@ def test_run_killed_before_first_save_restarts(tiny, in_repository, stopped_run,
     log = stopped_run / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     assert "checkpoint" not in log.read_text()
-    assert claim(tiny, stopped_run, *TEXT) == []
+    assert claim(tiny, stopped_run, *RESUME_TEXT) == []
     folder = tmp_path / "cut/tiny"  # only a lease
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "lease.json").write_text(json.dumps(DEAD_LEASE))
-    claim(tiny, folder, *TEXT)
+    claim(tiny, folder, *RESUME_TEXT)
     assert (folder / "config.yaml").exists()
 
 
@@ -363,7 +364,7 @@ def test_missing_config_does_not_restart_the_run(
         (stopped_run / name).unlink()
     if has_lease:
         (stopped_run / "lease.json").write_text(json.dumps(DEAD_LEASE))
-    for overrides in (TEXT, TEXT[:1]):
+    for overrides in (RESUME_TEXT, RESUME_TEXT[:1]):  # with and without resume=auto
         with pytest.raises(RunDirError, match=r"config\.yaml is gone: restore it"):
             claim(tiny, stopped_run, *overrides)
     assert (stopped_run / "checkpoints/step-000004").is_dir()
