@@ -159,16 +159,18 @@ def encode(
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
         "input_ids"
     ]
-    max_tokens = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
-    if len(ids) > max_tokens:
-        raise InspectionError(
-            f"the text has {len(ids):,} tokens, but the model reads at most {max_tokens:,}"
-            " (max_position_embeddings): give a part of it"
-        )
     if not ids:
         raise InspectionError("the tokenizer returns no tokens for this text: give another text")
     start_token = find_start_token(tokenizer)
-    return ([] if start_token is None else [start_token]), list(ids)
+    start = [] if start_token is None else [start_token]
+    max_tokens = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
+    if len(start) + len(ids) > max_tokens:
+        raise InspectionError(
+            f"the text has {len(ids):,} tokens, but the model reads at most"
+            f" {max_tokens - len(start):,} (max_position_embeddings"
+            f"{', minus one for the start token' if start else ''}): give a part of the text"
+        )
+    return start, list(ids)
 
 
 def inspect_text(
