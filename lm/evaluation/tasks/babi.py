@@ -22,7 +22,7 @@ URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 DOWNLOAD = f"curl -L {URL} | tar -xz"
 FOLDER = "tasks_1-20_v1-2/en-valid"  # in the unpacked archive
 SPLITS = ("train", "valid", "test")
-TASKS = tuple(range(1, 21))
+TASKS = tuple(range(1, 21))  # numbers of the bAbI tasks
 PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1
 
 _WORD = re.compile(r"[.?]|[^\s.?]+")
