@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import Integer, add_overrides
+from lm.cli.arguments import GPU_COUNT, add_overrides
 from lm.common.files import find_shipped
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--gpus",
-        type=Integer(1, 1_000_000),
+        type=GPU_COUNT,
         metavar="N",
         help="with --run: train each point with the DeepSpeed launcher on N GPUs, at least 1"
         " (default: train it in one process, without the launcher)",
