@@ -126,7 +126,6 @@ def _train_point(command: list[str], signals: StopSignals) -> int:
 
 
 def _make_command(path: str, index: int, overrides: list[str], gpus: int | None) -> list[str]:
-    """Return the command that trains or continues a point."""
     point_options = ["--job-index", str(index)]
     if gpus is not None:  # the script adds resume=auto itself
         return ["bash", str(LAUNCH_SCRIPT), path, str(gpus), *point_options, *overrides]

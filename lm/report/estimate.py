@@ -113,7 +113,6 @@ def count_saved_floats(cfg: Config, on_gpu: bool) -> list[float]:
 
 
 def _count_saved(layer: Layer, model: Model, solver: dict, on_gpu: bool) -> float:
-    """Return the floats that a layer of a model saves."""
     layer_config = model.model_copy(update=layer.options)
     saved = SAVED.get(layer.kind) or _count_saved_by_fixed_point(layer_config, solver, on_gpu)
     saved += SAVED_PER_STATE.get(layer.kind, 0.0) * layer_config.d_state
@@ -123,7 +122,6 @@ def _count_saved(layer: Layer, model: Model, solver: dict, on_gpu: bool) -> floa
 
 
 def _count_saved_by_fixed_point(config: Model, solver: dict, on_gpu: bool) -> float:
-    """Return the floats that a fixed-point layer saves."""
     if solver["gradient"] == "one_step":
         return SAVED_ONE_STEP
     has_low_rank = config.mixer in ("householder", "dplr")

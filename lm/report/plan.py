@@ -226,7 +226,6 @@ def make_table(costs: dict, cfg: Config) -> Table:
 
 
 def _model_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
-    """Return the rows of the model and its data."""
     from lm.data.sources.mixture import source_shares
 
     hardware = costs["hardware"]
@@ -254,7 +253,6 @@ def _format_count(count: float) -> str:
 
 
 def _work_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
-    """Return the rows of FLOPs, hours and the checkpoint."""
     evaluations = costs["evaluations"]
     label = "FLOPs per token" + ("" if evaluations is None else f", evaluations = {evaluations:g}")
     flops = f"{costs['flops_per_token'] / 1e9:,.3f} G  ({costs['flops']:.2e} in all)"

@@ -124,7 +124,6 @@ def make_result_table(runs: Sequence[RunFiles], summaries: Sequence[dict]) -> Ta
 
 
 def _make_result_row(run: RunFiles, summary: dict) -> dict[str, Any]:
-    """Return the values of a run by column."""
     validation = summary["validation"] or {}
     layers = _make_layer_frame(run)
     tokens = summary["tokens"]

@@ -99,7 +99,6 @@ def make_vocabulary(stories: Iterable[Story]) -> list[str]:
 
 
 def _parse(path: Path) -> list[list[Line]]:
-    """Return the stories of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:

@@ -12,7 +12,7 @@ from lm.evaluation.tasks import TASKS_DIR
 from lm.evaluation.tasks.catbabi_mini import stories
 
 # Name of the tag after "traces_" → numbers of elements between question and fact, one per task.
-GAPS_BY_SOURCE = {"a5": (4, 16, 64, 256), "repl": (4, 16, 64), "s3": (4, 16, 64, 256)}
+GAPS = {"a5": (4, 16, 64, 256), "repl": (4, 16, 64), "s3": (4, 16, 64, 256)}
 
 
 def test_shipped_documents_are_unchanged():
@@ -39,21 +39,16 @@ def test_lm_eval_finds_the_tasks_and_tags():
         "catbabi_mini_gen",
         *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
         "text_local",
-        *sorted(
-            f"traces_{source}_{gap}" for source, gaps in GAPS_BY_SOURCE.items() for gap in gaps
-        ),
+        *sorted(f"traces_{source}_{gap}" for source, gaps in GAPS.items() for gap in gaps),
     ]
     assert manager.all_groups == ["catbabi_qa"]
-    assert manager.all_tags == [
-        "catbabi",
-        *(f"traces_{source}" for source in sorted(GAPS_BY_SOURCE)),
-    ]
+    assert manager.all_tags == ["catbabi", *(f"traces_{source}" for source in sorted(GAPS))]
 
 
-@pytest.mark.parametrize("source", GAPS_BY_SOURCE)
+@pytest.mark.parametrize("source", GAPS)
 def test_traces_in_lm_eval_equal_the_data_source(source):
     loaded = make_manager().load([f"traces_{source}"])["tasks"]
-    assert set(loaded) == {f"traces_{source}_{gap}" for gap in GAPS_BY_SOURCE[source]}
+    assert set(loaded) == {f"traces_{source}_{gap}" for gap in GAPS[source]}
     config = Traces(form="repl") if source == "repl" else Traces(group=source.upper())
     for name, task in loaded.items():
         _, _, gap = name.rpartition("_")

@@ -72,7 +72,7 @@ def load(
     """Return lm-eval's `custom_dataset` for the bAbI task number `qa`.
 
     The split `test` is scored, and `train` has few-shot examples. The choices of a question are
-    all answers of its bAbI task, from all splits.
+    all answers of its bAbI task, from all splits. Other keywords of lm-eval are ignored.
 
     Args:
         qa: Number of the bAbI task.
@@ -92,10 +92,9 @@ def load(
             f" which is not set; `{babi.DOWNLOAD}` makes {babi.FOLDER}"
         )
     folder = os.path.expanduser(data)
-    stories: dict[str, list[list[babi.Line]]] = {}
+    stories = {}
     for split in babi.SPLITS:
-        tasks_and_stories = babi.read_lines(folder, split, tasks=[qa])
-        stories[split] = [story for _, story in tasks_and_stories]
+        stories[split] = [lines for _task, lines in babi.read_lines(folder, split, tasks=[qa])]
     lines = [line for split in babi.SPLITS for story in stories[split] for line in story]
     choices = sorted({line.answer for line in lines if line.answer})
     documents = {
