@@ -70,7 +70,7 @@ def run_checks(timeout: float = TIMEOUT_S) -> list[Finding]:
     timeouts = dict.fromkeys(FIXES, timeout) | {"kernels": max(timeout, COMPILATION_TIMEOUT_S)}
     with ThreadPoolExecutor(len(timeouts)) as pool:
         findings = list(pool.map(run_check, timeouts.keys(), timeouts.values()))
-    torch_finding = findings[0]  # as in FIXES
+    torch_finding = findings[0]  # the first check in FIXES
     return [torch_finding] if torch_finding.state == "bad" else findings
 
 

@@ -219,8 +219,10 @@ def make_table(results: dict) -> Table:
     failures = find_failures(results["fixed_point"], results["solver"])
     caption = "\n".join(f"warning: {text}" for text in failures.values()) or None
     table = Table(title=title, caption=caption)
-    for name, justify in {"task": "left", "n": "right", "metric": "left", "value": "right"}.items():
-        table.add_column(name, justify=justify)
+    table.add_column("task")
+    table.add_column("n", justify="right")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
     suite = results.get("suite")
     for name, task in results["tasks"].items():
         metrics = [suite["metrics"][name]] if suite else task["metrics"]

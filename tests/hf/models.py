@@ -9,19 +9,8 @@ from lm.training.build import build_model
 
 VOCAB, EOS, PAD = 40, 2, 0
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
-BASELINES = {
-    "mamba": {},
-    "mamba2": {},
-    "lstm": {},
-    "gated_deltanet": {},
-    "deltaproduct": {},
-    "kda": {},
-    "rwkv7": {},
-    "slstm": {},
-    "mamba3": {},
-    "m2rnn": {},
-    "transformer": {"name": "transformer"},
-}
+BASELINES = ("mamba", "mamba2", "mamba3", "lstm", "slstm", "m2rnn", "transformer")
+BASELINES += ("gated_deltanet", "deltaproduct", "kda", "rwkv7")
 
 
 def fprnn_config(block, **fields):
@@ -36,7 +25,7 @@ def build(name, seed=0, **fields):
     if name in BLOCKS:
         return FPRNNForCausalLM(fprnn_config(name, **fields))
     sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "d_ff": 24}
-    section = {"name": name, **sizes, **BASELINES[name], **fields}
+    section = {"name": name, **sizes, **fields}
     return build_model(Config(model=section, data={"seq_len": 32}), VOCAB, EOS, PAD)
 
 

@@ -90,7 +90,7 @@ def test_loss_matches_label_kind_and_reaches_every_weight(num_labels, labels, lo
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_loads_with_a_new_head(tied, tmp_path, caplog):
     language_model = build("fp_mamba1", tie_embeddings=tied)
-    path = write_export(language_model, tmp_path / "lm", None, "tiny", "")
+    path = write_export(language_model, tmp_path / "lm", tokenizer=None, name="tiny", origin="")
     load = AutoModelForSequenceClassification.from_pretrained
     model, info = load(path, num_labels=2, output_loading_info=True)
     assert type(model) is FPRNNForSequenceClassification
@@ -127,7 +127,7 @@ print(json.dumps([model.score.weight.tolist(), expected.tolist(), back(ids).logi
 @pytest.mark.slow
 def test_classifier_survives_remote_code_save_and_load(tmp_path):
     language_model = build("fp_mamba1").eval()
-    path = write_export(language_model, tmp_path / "lm", None, "tiny", "")
+    path = write_export(language_model, tmp_path / "lm", tokenizer=None, name="tiny", origin="")
     (head, scores, logits), _ = elsewhere(
         LOAD_SAVE_LOAD, tmp_path, str(path), json.dumps(make_ids().tolist()), **warm_cache(tmp_path)
     )

@@ -59,6 +59,11 @@ print(json.dumps(found))
 """
 
 
+def export_model(model, folder):
+    """Export a model without a tokenizer, and return the folder as text."""
+    return str(write_export(model, folder, tokenizer=None, name="x", origin=""))
+
+
 def elsewhere(code, tmp_path, *args, **environment):
     """Run code in a process without this checkout's `lm`; return its last line and its stderr."""
     done = run_alone(code, *args, cwd=tmp_path, **environment)
@@ -71,7 +76,7 @@ def test_every_auto_class_loads_and_saves_an_export(tmp_path):
     expected, paths = {}, []
     for name in (*BLOCKS, *BASELINES):
         model = build(name).eval()
-        paths.append(str(write_export(model, tmp_path / name, None, name, "")))
+        paths.append(export_model(model, tmp_path / name))
         with torch.no_grad():
             outputs = [part(make_ids())[0] for part in (model, model.base_model)]
         # LOAD_AND_SAVE returns the sums of both before and after saving again.
@@ -131,7 +136,7 @@ def kernel_choices(request, tmp_path_factory):
     """
     tmp_path = tmp_path_factory.mktemp("packages")
     model = build("fp_mamba1").eval()
-    out = write_export(model, tmp_path / "out", None, "x", "")
+    out = export_model(model, tmp_path / "out")
     if request.param != "with kernels":
         shutil.copy(bundled_kernels.__file__, out)
     folders = {}
@@ -187,7 +192,7 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_export_keeps_its_classes_after_importing_kernels(tmp_path):
-    path = write_export(build("fp_mamba1"), tmp_path / "hf", None, "tiny", "A test.")
+    path = export_model(build("fp_mamba1"), tmp_path / "hf")
     env = {**os.environ, "PYTHONPATH": str(Path(lm.__file__).parents[1])}
     env["HF_MODULES_CACHE"] = str(tmp_path / "modules")
     done = subprocess.run(
@@ -214,7 +219,7 @@ def test_export_without_package_uses_bundled_kernels(tmp_path):
     if not is_usable:
         pytest.skip(reason)
     model = build("fp_mamba1").train()
-    out = str(write_export(model, tmp_path / "out", None, "x", ""))
+    out = export_model(model, tmp_path / "out")
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -249,7 +254,7 @@ def test_kernel_folder_writable_by_others_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_kernel_cache_writable_by_others_is_not_run(tmp_path):
-    out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
+    out = export_model(build("fp_mamba1"), tmp_path / "out")
     env = warm_cache(tmp_path)
     (tmp_path / "cache/fprnn/kernels").mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache/fprnn/kernels").chmod(0o777)
@@ -259,16 +264,16 @@ def test_kernel_cache_writable_by_others_is_not_run(tmp_path):
 
 @pytest.mark.slow
 def test_export_without_compiler_warns_that_it_is_slow(tmp_path):
-    out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
+    out = export_model(build("fp_mamba1"), tmp_path / "out")
     no_compiler = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     (loss, *_), stderr = elsewhere(TRAIN_STEP, tmp_path, out, **no_compiler)
     assert loss > 0 and stderr.count(WARNING + "the CPU kernels cannot be built") == 1
 
 
 def test_bundled_kernels_equal_the_package(tmp_path):
-    out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
+    out = export_model(build("fp_mamba1"), tmp_path / "out")
     module: dict = {}
-    exec(compile((out / "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), module)
+    exec(compile(Path(out, "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), module)
     folder = Path(lm.__file__).parent / "kernels"
     kinds = (".py", ".h", ".cpp", ".cu")
     texts = {

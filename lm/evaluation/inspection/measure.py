@@ -64,7 +64,7 @@ def run_with_probe(
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(record_inputs).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
-    report = output.fixed_point
+    report = output.fixed_point  # its tensors are (n,1) and (n,1,t), for one sequence
     traces = [block.trace_tokens(*inputs[block]) for block in blocks]
     indices = report.layers  # None if all layers are fixed points
     no_gate = torch.full(ids.shape, torch.nan)

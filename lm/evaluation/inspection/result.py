@@ -63,7 +63,7 @@ class Measurements:
     entropy: torch.Tensor  # (t,) nats, of the prediction; NaN at tokens without a prediction
     guesses: list[list[Guess]]  # (t,) five most likely predictions; [] without a prediction
     layers: LayerMeasurements | None  # None for a model without fixed-point layers
-    text_bytes: int | None = None  # UTF-8 bytes of the text; None if a token of it has no loss
+    text_bytes: int | None = None  # UTF-8 bytes of a text whose tokens all have a loss
     has_start: bool = False  # True if the first token is a BOS or EOS token before the text
     next_guesses: list[Guess] = field(default_factory=list)  # predictions after the last token
     answers: list[Answer] | None = None  # (t,) answers, for a synthetic task

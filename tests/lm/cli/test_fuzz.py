@@ -173,8 +173,7 @@ def find_fault(status: int, output: str, errors: str) -> str:
 
 
 MAINS = {"lm": lm.cli.main.main, "synthetic": synthetic.cli.main}
-# Settings that make the training of the synthetic run short.
-SMALL = (
+SHORT_TRAINING = (
     "model.d_model=8 train.steps=2 train.batch_size=2 train.length=3 train.curriculum=null"
     " train.adversarial_noise=0 eval.lengths=3 eval.examples=2 thresholds=[]"
 )
@@ -183,7 +182,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def folders(tiny_run, small_export, tmp_path_factory):
     out = f"out_dir={tmp_path_factory.mktemp('synthetic')}"
-    cfg = config.load(ROOT / "configs/synthetic/small/s3.yaml", [*SMALL.split(), out])
+    cfg = config.load(ROOT / "configs/synthetic/small/s3.yaml", [*SHORT_TRAINING.split(), out])
     train(cfg)
     run = tmp_path_factory.mktemp("run") / "tiny"
     shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("hf"))

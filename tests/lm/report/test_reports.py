@@ -93,7 +93,6 @@ def read_panels(*folders) -> dict[str, dict[str, dict]]:
 
 
 def read_results(folder) -> dict[str, str]:
-    """Return the table of results of a run."""
     runs = read_all([folder])
     return dict(make_result_table(runs, [summarize(runs[0])]).rows)
 

@@ -69,13 +69,12 @@ def make_documents(
 def load(
     qa: int, data: str | None = None, num_docs: int = 200, seed: int = 2026, **_: object
 ) -> DatasetDict:
-    """Return lm-eval's `custom_dataset` for the bAbI task number `qa`.
+    """Return lm-eval's `custom_dataset` for the bAbI task with the number `qa`.
 
     The split `test` is scored, and `train` has few-shot examples. The choices of a question are
     all answers of its bAbI task, from all splits. Other keywords of lm-eval are ignored.
 
     Args:
-        qa: Number of the bAbI task.
         data: Folder of the bAbI files; None: the environment variable FPRNN_BABI names it.
         num_docs: Maximum number of documents in `test`.
         seed: Seed of the choice and order of questions and context stories.
