@@ -14,14 +14,14 @@ every_model = pytest.mark.parametrize("name", OURS)
 # Two rows of eleven tokens: documents of 4, 6 and 1 tokens, and of 9 and 2.
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]])
 DOCUMENT_NUMBERS = torch.tensor([[0] * 4 + [1] * 6 + [5], [7] * 9 + [8] * 2])
-CUTS = ((0, 4, 10, 11), (0, 9, 11))  # starts and ends of these documents, by row
+CUTS = ((0, 4, 10, 11), (0, 9, 11))  # bounds of these documents, by row
 
 
 def run_each_document(model, tokens, cuts=CUTS):
-    """Return the logits of each document, run by itself; `cuts` are its ends in each row."""
+    """Return the logits of each document, run by itself; `cuts` are their bounds by row."""
     rows = []
-    for row, ends in zip(tokens, cuts, strict=True):
-        documents = [row[None, start:end] for start, end in itertools.pairwise(ends)]
+    for row, bounds in zip(tokens, cuts, strict=True):
+        documents = [row[None, start:end] for start, end in itertools.pairwise(bounds)]
         rows.append(torch.cat([model(document).logits[0] for document in documents]))
     return torch.stack(rows)
 
