@@ -88,9 +88,9 @@ class RunFiles:
             pairs = zip(map(str, indices), map(finite_or_none, numbers)) if is_intact else ()
             rows[step] = dict(pairs)
         frame = pd.DataFrame(list(rows.values()), list(rows), dtype=float).rename_axis("update")
-        # Other texts than numbers are damaged indices.
-        indices = sorted((index for index in frame if index.isdigit()), key=int)
-        return {f"layer {index}": frame[index] for index in indices}
+        # A column whose name is not a number has a damaged index.
+        columns = sorted((column for column in frame if column.isdigit()), key=int)
+        return {f"layer {column}": frame[column] for column in columns}
 
     def named_series(self, keys: Sequence[str], inner_keys: Sequence[str]) -> dict[str, pd.Series]:
         """Return the numbers of each name, by update, without names that have only zeros.
@@ -102,8 +102,8 @@ class RunFiles:
         """
         values = self.values_by_step(*keys).values()
         names = dict.fromkeys(name for value in values if isinstance(value, dict) for name in value)
-        columns = {name: self.number_series(*keys, name, *inner_keys) for name in names}
-        return {name: values for name, values in columns.items() if values.fillna(0).any()}
+        curves = {name: self.number_series(*keys, name, *inner_keys) for name in names}
+        return {name: curve for name, curve in curves.items() if curve.fillna(0).any()}
 
 
 def finite_or_none(value: object) -> float | int | None:

@@ -35,19 +35,19 @@ def list_tensors(output):
 @every_model
 @pytest.mark.parametrize("base", [False, True], ids=["head", "base"])
 def test_tuple_and_dict_outputs_hold_the_same(name, base):
-    model = build(name).eval()
-    model = model.base_model if base else model
-    extra = [{}, {"output_hidden_states": True}]
-    extra += [] if base else [{"labels": make_ids()}]
-    for kwargs in extra:
+    model = build(name).eval().base_model if base else build(name).eval()
+    arguments = [{}, {"output_hidden_states": True}]
+    if not base:
+        arguments.append({"labels": make_ids()})
+    for kwargs in arguments:
         with torch.no_grad():
             as_tuple = model(make_ids(), return_dict=False, **kwargs)
             as_dict = model(make_ids(), return_dict=True, **kwargs)
         assert isinstance(as_tuple, tuple)
         pairs = list(zip(list_tensors(as_tuple), list_tensors(as_dict.to_tuple()), strict=True))
         assert len(pairs) >= 1 + len(kwargs)
-        for a, b in pairs:
-            assert a.is_floating_point() and torch.equal(a, b)
+        for from_tuple, from_dict in pairs:
+            assert from_tuple.is_floating_point() and torch.equal(from_tuple, from_dict)
 
 
 @every_model
