@@ -66,7 +66,8 @@ class PositiveNumber:
         return value
 
 
-SEED = Integer(0, 2**64 - 1)  # the seeds that torch.manual_seed accepts
+SEED = Integer(min=0, max=2**64 - 1)  # the seeds that torch.manual_seed accepts
+GPU_COUNT = Integer(min=1, max=1_000_000)  # a larger number is a typing error
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -134,7 +135,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     # Words after `--` are no options, even if they start with a dash.
     end = unparsed.index("--") if "--" in unparsed else len(unparsed)
     has_option = any(word.startswith("-") and word != "-" for word in unparsed[:end])
-    if has_option or (unparsed and not hasattr(args, list_name)):
+    has_list = hasattr(args, list_name)
+    if has_option or (unparsed and not has_list):
         has_overrides = hasattr(args, "override")
         hint = ". Keys of the YAML are set without dashes: key=value" if has_overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(unparsed)}{hint}")
@@ -162,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as the shell reports a process that SIGINT has ended
+        return 130  # the status by which a shell reports a process that SIGINT has ended
     except Exception as e:
         if isinstance(e, BrokenPipeError) and _discard_unwritable_output():  # `| head` has ended
             return FAILED

@@ -70,7 +70,7 @@ def run_checks(timeout: float = TIMEOUT_S) -> list[Finding]:
     timeouts = dict.fromkeys(FIXES, timeout) | {"kernels": max(timeout, COMPILATION_TIMEOUT_S)}
     with ThreadPoolExecutor(len(timeouts)) as pool:
         findings = list(pool.map(run_check, timeouts.keys(), timeouts.values()))
-    torch_finding = findings[0]
+    torch_finding = findings[0]  # the first check in FIXES
     return [torch_finding] if torch_finding.state == "bad" else findings
 
 
@@ -193,9 +193,10 @@ def format_findings(findings: list[Finding]) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.state:4}  {finding.name:<{width}}  {finding.text}")
+        start = f"{finding.state:4}  {finding.name:<{width}}  "
+        lines.append(start + finding.text)
         if finding.fix:
-            lines.append(f"{'':{width + 8}}→ {finding.fix}")
+            lines.append(" " * len(start) + f"→ {finding.fix}")
     bad = [finding.name for finding in findings if finding.state == "bad"]
     conclusion = "Training works here. Fixing lines marked `note` is optional."
     if bad:

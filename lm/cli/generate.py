@@ -42,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--top-k",
-        type=Integer(0),
+        type=Integer(min=0),
         default=50,
         metavar="K",
         help="sample from the K most likely tokens, at least 1; 0: from all (default: 50)",

@@ -29,10 +29,8 @@ from lm.cli.arguments import HelpFormatter, add_examples, parse, run
 
 AddCommand = Callable[[argparse._SubParsersAction], None]
 # Modules of the commands, in the order in which a user needs them.
-COMMANDS = (
-    *(doctor, plan, prepare, train, sweep, status),
-    *(report, inspect, export, eval, generate, serve),
-)
+TRAINING_COMMANDS = (doctor, plan, prepare, train, sweep, status)
+MODEL_COMMANDS = (report, inspect, export, eval, generate, serve)
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
@@ -59,7 +57,7 @@ def make_parser(more_commands: Sequence[AddCommand] = ()) -> argparse.ArgumentPa
     """Return the parser of the command line.
 
     Args:
-        more_commands: Functions that add the commands of packages above this one.
+        more_commands: Functions that add the commands of packages that import this one.
     """
     parser = argparse.ArgumentParser(
         prog="fprnn",
@@ -71,7 +69,7 @@ def make_parser(more_commands: Sequence[AddCommand] = ()) -> argparse.ArgumentPa
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"fprnn {lm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in COMMANDS:
+    for module in (*TRAINING_COMMANDS, *MODEL_COMMANDS):
         module.add_command(commands)
     for add_command in more_commands:
         add_command(commands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import Integer, PositiveNumber, add_overrides
+from lm.cli.arguments import GPU_COUNT, Integer, PositiveNumber, add_overrides
 from lm.cli.run_config import load_run_config
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("config", metavar="CONFIG", help="the YAML of a run, or of a sweep")
     command.add_argument(
         "--gpus",
-        type=Integer(1, 1_000_000),
+        type=GPU_COUNT,
         metavar="N",
         help="total number of GPUs on all machines, at least 1 (default: the number of processes"
         " that a launcher has started, 1 without a launcher)",
@@ -50,7 +50,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--job-index",
-        type=Integer(0),
+        type=Integer(min=0),
         metavar="I",
         help="plan point I of the sweep in the YAML, counted from 0 (needed for a sweep)",
     )

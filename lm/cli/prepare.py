@@ -23,7 +23,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("config", metavar="CONFIG", help="the YAML of a run, or of a sweep")
     command.add_argument(
         "--job-index",
-        type=Integer(0),
+        type=Integer(min=0),
         metavar="I",
         help="prepare only point I of the sweep in the YAML, counted from 0 (default: all points)",
     )

@@ -32,7 +32,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--port",
-        type=Integer(1, 65535),
+        type=Integer(min=1, max=65535),
         default=8000,
         metavar="N",
         help="port to listen on, 1 to 65535 (default: 8000)",

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import Integer, add_overrides
+from lm.cli.arguments import GPU_COUNT, add_overrides
 from lm.common.files import find_shipped
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--gpus",
-        type=Integer(1, 1_000_000),
+        type=GPU_COUNT,
         metavar="N",
         help="with --run: train each point with the DeepSpeed launcher on N GPUs, at least 1"
         " (default: train it in one process, without the launcher)",
@@ -126,7 +126,6 @@ def _train_point(command: list[str], signals: StopSignals) -> int:
 
 
 def _make_command(path: str, index: int, overrides: list[str], gpus: int | None) -> list[str]:
-    """Return the command that trains or continues a point."""
     point_options = ["--job-index", str(index)]
     if gpus is not None:  # the script adds resume=auto itself
         return ["bash", str(LAUNCH_SCRIPT), path, str(gpus), *point_options, *overrides]

@@ -33,7 +33,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--job-index",
-        type=Integer(0),
+        type=Integer(min=0),
         metavar="I",
         help="train point I of the sweep in the YAML, counted from 0 (needed for a sweep;"
         " `fprnn sweep` lists the points)",

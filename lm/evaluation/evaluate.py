@@ -135,14 +135,14 @@ def _make_manager(names: list[str]) -> TaskManager:
     """
     from lm_eval.tasks import TaskManager
 
-    # Read lm-eval's own task files only if they are needed: it takes seconds.
+    # Read lm-eval's own task files only if they are needed: reading them takes seconds.
     manager = TaskManager(include_path=[str(TASKS_DIR)], include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=[str(TASKS_DIR)])
     problems = []
     for name in sorted(set(names) - set(manager.all_tasks)):
-        similar = difflib.get_close_matches(name, manager.all_tasks, 3, 0.6)
-        hint = f"; similar names are {', '.join(f'`{s}`' for s in similar)}" if similar else ""
+        similar = difflib.get_close_matches(name, manager.all_tasks)
+        hint = f"; similar names are {', '.join(f'`{n}`' for n in similar)}" if similar else ""
         problems.append(f"unknown task `{name}`{hint}")
     if problems:
         raise EvaluationError("; ".join(problems) + " (`lm_eval ls tasks` lists lm-eval's own)")
@@ -199,7 +199,7 @@ def _run(
             task_manager=manager,
             batch_size=batch_size,
             limit=limit,
-            bootstrap_iters=1000,
+            bootstrap_iters=1000,  # for standard errors; lm-eval's default of 100,000 is slow
             log_samples=False,
         )
     return raw, solves
@@ -218,9 +218,11 @@ def make_table(results: dict) -> Table:
         title += f" (first {results['limit']} documents)"
     failures = find_failures(results["fixed_point"], results["solver"])
     caption = "\n".join(f"warning: {text}" for text in failures.values()) or None
-    table = Table("task", "n", "metric", "value", title=title, caption=caption)
-    for column in (1, 3):
-        table.columns[column].justify = "right"
+    table = Table(title=title, caption=caption)
+    table.add_column("task")
+    table.add_column("n", justify="right")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
     suite = results.get("suite")
     for name, task in results["tasks"].items():
         metrics = [suite["metrics"][name]] if suite else task["metrics"]
@@ -266,8 +268,8 @@ def _collect_results(model: PreTrainedModel, raw: dict, solves: list) -> dict:
 def _collect_task_results(raw: dict, name: str) -> dict:
     """Return the results of a task from lm-eval's raw results.
 
-    Its keys are "METRIC,FILTER": "acc,none" and "acc_stderr,none", for example. A filter processes
-    the model's output before it is scored.
+    Keys of lm-eval are "METRIC,FILTER": "acc,none" and "acc_stderr,none", for example. A filter
+    processes the model's output before it is scored.
     """
     values = raw["results"][name]
     higher_is_better = raw.get("higher_is_better", {}).get(name, {})

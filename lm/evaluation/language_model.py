@@ -154,7 +154,6 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
 def _load_pretrained(
     path: Path | str, trust: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer of an export, or of a name on the hub."""
     from lm.runs.exported import load_model, load_tokenizer
 
     return load_model(path, trust), load_tokenizer(path, trust)
@@ -172,7 +171,6 @@ def _refuse_synthetic(folder: Path) -> None:
 
 
 def _refuse_without_tokenizer(folder: Path) -> None:
-    """Raise LanguageModelError for a folder without a tokenizer."""
     files = ("tokenizer.json", "tokenizer_config.json")
     if not any((folder / file).is_file() for file in files):
         raise LanguageModelError(f"{folder} has no tokenizer ({files[0]}): copy one into it")

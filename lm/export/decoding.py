@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-SEQUENCE_COUNT, LENGTH = 4, 64  # generated sequences, and tokens in each
+SEQUENCE_COUNT = 4  # generated sequences
+LENGTH = 64  # tokens in each sequence
 MAX_DIFFERENCE = 0.05  # 2-norm of the difference of a token's logits, relative to their 2-norm
 MAX_SHARE = 0.01  # share of tokens that may exceed MAX_DIFFERENCE
 
@@ -57,6 +58,7 @@ def check_decoding(model: PreTrainedModel) -> None:
 
 def _find_full_rank_mixers(model: PreTrainedModel) -> list[str]:
     """Return the names of the full-rank mixers in layers that solve each token exactly."""
+    # Models of transformers have no fixed-point layers, and not this method.
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     exact_blocks = [block for block in blocks if block.config.token == "exact"]
     return sorted({block.config.mixer for block in exact_blocks if not block.mixer.has_low_rank})

@@ -65,7 +65,7 @@ def export(
     run, out = RunDir(run_dir), Path(out)
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
-    check_out_folder(out, None, overwrite)
+    check_out_folder(out, None, overwrite)  # before loading, which takes long
     trained = load_trained(run_dir, checkpoint, trust)
     check_decoding(trained.model)
     source = identify_run(trained.config)
@@ -93,7 +93,7 @@ def identify_run(cfg: Config) -> dict:
 
     Two runs with equal values count as the same run, wherever their directories are. The checksum
     leaves out settings with their default value, so that keys added by later versions do not change
-    it. It uses the first name of each key, so that renaming a key does not change it either.
+    it. It uses the oldest name of each key, so that renaming a key does not change it either.
     """
     from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
@@ -106,7 +106,7 @@ def identify_run(cfg: Config) -> dict:
         for key, value in flatten_config(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
-        and not key.endswith("path")
+        and not key.endswith("path")  # paths differ between machines
     }
     renamed_settings = dict(sorted(with_first_names(fixed_settings).items()))
     digest = hashlib.sha256(json.dumps(renamed_settings).encode()).hexdigest()

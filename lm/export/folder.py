@@ -145,6 +145,7 @@ def _replace_export(new: Path, out: Path) -> None:
             f"{out} has a file {conflicts[0]} that no export wrote there: move it away, or choose"
             " another folder"
         )
+    # An export of version 0.1 has no record, so its source is None and counts as the same.
     is_other_source = _read_source(out) not in (None, _read_source(new))
     weight_sums = _read_weight_sums(new)
     has_same_weights = bool(weight_sums) and _read_weight_sums(out) == weight_sums
@@ -192,6 +193,7 @@ def draft_folder(out: Path) -> Iterator[Path]:
     for path in out.parent.iterdir():
         if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             with _lock_folder(path) as has_lock:
+                # A folder with other files is not a draft.
                 if has_lock and {entry.name for entry in path.iterdir()} <= {"export"}:
                     shutil.rmtree(path, ignore_errors=True)
     with (

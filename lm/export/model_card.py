@@ -34,7 +34,7 @@ GENERAL_LIMITATION = (
     " be false or harmful, and it has the biases of its data. None of this was measured."
 )
 SCORES = "`fprnn eval` writes scores to `eval/results.json`."
-# Sections of the configuration that the card shows. The others do not affect the weights.
+# Sections of the configuration that the card shows: those that training depends on.
 SECTIONS = {"seed", "init_from", "model", "solver", "tokenizer", "data", "optim", "train"}
 CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER_URL}), NeurIPS 2025.
 
@@ -110,14 +110,14 @@ def _describe_environment(run: RunDir) -> str:
 
 
 def _format_config(cfg: Config) -> str:
-    """Return the sections of a configuration that affect the weights, as YAML without folders."""
+    """Return the sections of a configuration in SECTIONS, as YAML without folders."""
     config = _strip_folders(cfg.model_dump(mode="json", include=SECTIONS))
     options: dict = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
     return yaml.dump(config, Dumper=Dumper, **options).rstrip()
 
 
 def _describe_validation(run: RunDir, step: int) -> list[str]:
-    """Return lines about the last validation and the last probe at an update.
+    """Return lines about the last validation and the last probe (ℓ* of each layer) at an update.
 
     A damaged record is left out.
     """
@@ -162,11 +162,13 @@ def _describe_iterations(probe: dict) -> list[str]:
     """Return lines about ℓ*, the record `probe` of metrics.jsonl."""
     counts = probe["num_iters"]
     layer_indices = probe.get("layers", range(len(counts["mean"])))
-    means = ", ".join(
-        f"{mean} (layer {i})" for i, mean in zip(layer_indices, format_marked_iterations(counts))
-    )
-    line = f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {means}."
-    return [line, f"- {OTHER_SOLUTION_NOTE}."] if any(find_other_solutions(counts)) else [line]
+    # A mean has a mark, which OTHER_SOLUTION_NOTE explains, if it belongs to another solution.
+    marked_means = format_marked_iterations(counts)
+    means = ", ".join(f"{mean} (layer {i})" for i, mean in zip(layer_indices, marked_means))
+    lines = [f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {means}."]
+    if any(find_other_solutions(counts)):
+        lines.append(f"- {OTHER_SOLUTION_NOTE}.")
+    return lines
 
 
 def format_card(
@@ -185,7 +187,7 @@ def format_card(
 
     # The export contains code, unless the model's class belongs to transformers.
     has_code = type(model).__module__.startswith("lm.")
-    has_fixed_point = bool(getattr(model, "fixed_point_blocks", list)())
+    has_fixed_point = hasattr(model, "fixed_point_blocks") and bool(model.fixed_point_blocks())
     facts = facts or Facts([], [], [], [])
     front_matter = ModelCardData(
         license=licence or "unknown",  # the hub's name of an unknown licence
@@ -194,9 +196,10 @@ def format_card(
         tags=[model.config.model_type, *(["fixed-point-rnn"] if has_fixed_point else [])],
         datasets=facts.datasets or None,
     ).to_yaml()
-    weights = f"Weights: {licence}."
-    if licence is None:
-        weights = "Weights: unknown (set it with `fprnn export --licence`)."
+    licence_text = licence or "unknown (set it with `fprnn export --licence`)"
+    licence_lines = [f"Weights: {licence_text}."]
+    if has_code:
+        licence_lines[0] += " Code of fprnn in this folder: Apache-2.0."
     sections = {
         "Use": _make_example(has_code),
         "The model": _describe_model(model, has_fixed_point),
@@ -204,7 +207,7 @@ def format_card(
         "Validation": facts.validation,
         "Scores": [SCORES],
         "Limitations": [f"- {text}" for text in (GENERAL_LIMITATION, *facts.limitations)],
-        "Licence": [weights + " Code of fprnn in this folder: Apache-2.0." * has_code],
+        "Licence": licence_lines,
         "Versions": _list_versions(has_code),
         "Paper": [CITATION] if has_fixed_point else [],
     }
@@ -238,7 +241,7 @@ def _describe_model(model: PreTrainedModel, has_fixed_point: bool) -> list[str]:
     ]
     if has_fixed_point:
         lines.append(
-            "- The weights can be used with another solver than that in config.json:"
+            "- The weights can be used with a solver other than the one in config.json:"
             " `model.solving(…)` selects it."
         )
     return lines

@@ -113,7 +113,6 @@ def count_saved_floats(cfg: Config, on_gpu: bool) -> list[float]:
 
 
 def _count_saved(layer: Layer, model: Model, solver: dict, on_gpu: bool) -> float:
-    """Return the floats that a layer of a model saves."""
     layer_config = model.model_copy(update=layer.options)
     saved = SAVED.get(layer.kind) or _count_saved_by_fixed_point(layer_config, solver, on_gpu)
     saved += SAVED_PER_STATE.get(layer.kind, 0.0) * layer_config.d_state
@@ -123,7 +122,6 @@ def _count_saved(layer: Layer, model: Model, solver: dict, on_gpu: bool) -> floa
 
 
 def _count_saved_by_fixed_point(config: Model, solver: dict, on_gpu: bool) -> float:
-    """Return the floats that a fixed-point layer saves."""
     if solver["gradient"] == "one_step":
         return SAVED_ONE_STEP
     has_low_rank = config.mixer in ("householder", "dplr")
@@ -172,12 +170,13 @@ def estimate_memory(
     layers = count_saved_floats(cfg, card.on_gpu)
     largest_layer = max(layers) * precision_factor
     saved = sum(layers) * precision_factor
-    working = largest_layer * (1.0 if max(layers) >= SAVED_WINDOWS else WORKING_SHARE)
+    needs_all_again = max(layers) >= SAVED_WINDOWS  # a solve in windows, or as large a layer
+    working = largest_layer * (1.0 if needs_all_again else WORKING_SHARE)
     if cfg.model.gradient_checkpointing:
         saved = SAVED_CHECKPOINTED * len(layers)
         working += largest_layer  # which is recomputed
     bytes_per_float = 4.0 * cfg.model.expand * cfg.model.d_model * tokens  # of all channels
-    embedding_and_norm = 8.0 * cfg.model.d_model * tokens
+    embedding_and_norm = 2 * 4.0 * cfg.model.d_model * tokens  # two fp32 tensors
     bf16_weights = weights if is_bf16 else 0.0  # two copies of the weights in bf16
     # 3. Logits of a chunk, because the loss is computed in chunks.
     chunk_tokens = min(tokens, LOSS_CHUNK_TOKENS)
@@ -214,5 +213,5 @@ def estimate_checkpoint_bytes(counts: ParameterCounts, stage: int) -> float:
 
     It contains AdamW's two moments and the weights, twice under ZeRO-1 and 2, all in fp32.
     """
-    weight_copies = 1 + (stage in (1, 2))
+    weight_copies = 2 if stage in (1, 2) else 1
     return 4.0 * counts.total * (weight_copies + 2)

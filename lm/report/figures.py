@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
-# Distinguishable by color-blind readers.
+# Color-blind readers can distinguish these colors.
 PALETTE = ("#2a7fd4", "#e0702a", "#17a673", "#c46fb0", "#d9a514", "#4bb6e8", "#9a7d6a")
 PANEL_INCHES = (6.4, 3.8)  # width and height
 MAX_LEGEND_ENTRIES = 8  # if there are more curves, only every n-th curve has an entry
@@ -36,12 +36,12 @@ class Spec(NamedTuple):
     name in the mapping under `keys`, and one panel per run.
     """
 
-    name: str  # file name, one of `lm.runs.written.FIGURES`
+    name: str  # file name, one of `lm.runs.owned_files.FIGURES`
     title: str
     unit: str  # of the values
     keys: tuple[str, ...]  # nested keys of the values in the records
     curve_per: Literal["run", "layer", "name"] = "run"
-    inner_keys: tuple[str, ...] = ()  # nested keys of the value in the entry of a name
+    inner_keys: tuple[str, ...] = ()  # as in RunFiles.named_series
     can_be_log: bool = False  # True: a logarithmic y axis if max / min exceeds MIN_LOG_RATIO
     is_noisy: bool = False  # True: draw a running mean over the values
     is_stacked: bool = False  # True: stack the curves, as parts of a whole
@@ -192,6 +192,7 @@ def _draw_panel(axes: Axes, figure: Figure, curves: dict[str, pd.Series]) -> Non
     else:
         for values, label, color in zip(curves.values(), labels, colors, strict=True):
             _draw_curve(axes, values, label, color, figure.spec.is_noisy)
+    # A run has at most two baselines, so two line styles suffice.
     for (name, loss), line_style in zip(figure.baselines.items(), ("--", ":"), strict=False):
         axes.axhline(loss, color="gray", ls=line_style, lw=1.2, label=_escape(name))
     axes.set_xlabel(next(iter(curves.values())).index.name)

@@ -79,7 +79,7 @@ class LayersBySolver:
 
 def fits_kernel(block: Any) -> bool:
     """Return whether a GPU kernel can solve the tokens of a layer one after the other."""
-    if block.centroids is not None:
+    if block.centroids is not None:  # no GPU kernel has state centroids
         return False
     rank = block.kernel_rank()  # 0 if no kernel supports the layer
     return rank > 0 and fits_a_gpu(rank, block.config.d_inner)
@@ -110,7 +110,7 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
 
 
 def resolve_schedule(cfg: Config, layers: LayersBySolver) -> Config:
-    """Replace the schedule `auto` by the schedule, among those it uses, with the most memory."""
+    """Replace `auto` by the schedule that it selects, or, of several, the one with most memory."""
     solver = cfg.solver.resolve_auto()
     is_auto = solver["token"] == "exact" and solver["schedule"] == "auto"
     if not (cfg.model.has_fixed_point and is_auto):
@@ -226,7 +226,6 @@ def make_table(costs: dict, cfg: Config) -> Table:
 
 
 def _model_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
-    """Return the rows of the model and its data."""
     from lm.data.sources.mixture import source_shares
 
     hardware = costs["hardware"]
@@ -254,7 +253,6 @@ def _format_count(count: float) -> str:
 
 
 def _work_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
-    """Return the rows of FLOPs, hours and the checkpoint."""
     evaluations = costs["evaluations"]
     label = "FLOPs per token" + ("" if evaluations is None else f", evaluations = {evaluations:g}")
     flops = f"{costs['flops_per_token'] / 1e9:,.3f} G  ({costs['flops']:.2e} in all)"
@@ -279,7 +277,7 @@ def _hour_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
     }
     passes = ""
     if cfg.train.adversarial_noise:
-        at_least = "at least " * cfg.can_end_stage_early
+        at_least = "at least " if cfg.can_end_stage_early else ""
         passes = f", with two passes in {at_least}{cfg.adversarial_updates:,} updates"
     rows = [("hours", f"{sum(hours_by_part.values()):,.2f}{passes}")]
     for part, hours in hours_by_part.items():
@@ -316,8 +314,8 @@ def _memory_rows(costs: dict) -> list[tuple[str, str]]:
         margin = costs["limit"] - stage_memory.total
         verdict = "fits" if margin >= 0 else f"{_format_bytes(-margin)} too much"
         verdict += ", as configured" if stage == costs["zero_stage"] else ""
-        row = f"{_format_bytes(stage_memory.total)} (estimate): {verdict}"
-        rows.append((f"memory per GPU, ZeRO-{stage}", row))
+        text = f"{_format_bytes(stage_memory.total)} (estimate): {verdict}"
+        rows.append((f"memory per GPU, ZeRO-{stage}", text))
     limit = f"{_format_bytes(costs['limit'])} per rank"
     if card.on_gpu:
         limit = f"{_format_bytes(costs['limit'])} of {_format_bytes(card.memory)} ({card.name})"

@@ -23,7 +23,7 @@ from lm.runs.run_dir import RunDir, RunDirError, flatten_config
 from lm.runs.status import Status, is_number, run_status
 
 MAX_STEP = 2**53  # a record with a larger update number is damaged
-# Keys that result.json must have, and the type of each value, by its dotted key.
+# Keys that result.json must have, and the type of each value, by its dotted key (*: any key).
 RESULT_KEYS = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
 RESULT_TYPES: dict = dict.fromkeys(("updates", "tokens", "parameters", "validation.tokens"), int)
 RESULT_TYPES |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
@@ -68,17 +68,18 @@ class RunFiles:
         """Perplexities of the n-gram models by name, from their last record."""
         last_record = next(reversed(self.values_by_step("baselines").values()), None)
         items = last_record.items() if isinstance(last_record, dict) else ()
-        return {name: value for name, value in items if (finite_or_none(value) or 0) > 0}
+        # A perplexity is positive; leave out anything else as damaged.
+        return {name: value for name, value in items if is_number(value) and value > 0}
 
     def layer_series(self, *keys: str) -> dict[str, pd.Series]:
         """Return the numbers of each fixed-point layer, by update.
 
         A record has a list of numbers under `keys`, one per layer. The indices of these layers are
-        under the key `layers` of the same record or probe; without it they are 0, 1, …. Damaged
-        records become NaN.
+        under ("layers",) for keys such as ("failed",), and under ("probe", "layers") for keys such
+        as ("probe", "failed"); if absent, they are 0, 1, …. Damaged records become NaN.
         """
-        probe_key = keys[:1] if len(keys) > 1 else ()
-        indices_by_step = self.values_by_step(*probe_key, "layers")
+        parent_keys = keys[:1] if len(keys) > 1 else ()
+        indices_by_step = self.values_by_step(*parent_keys, "layers")
         rows = {}
         for step, numbers in self.values_by_step(*keys).items():
             numbers = numbers if isinstance(numbers, list) else []
@@ -87,6 +88,7 @@ class RunFiles:
             pairs = zip(map(str, indices), map(finite_or_none, numbers)) if is_intact else ()
             rows[step] = dict(pairs)
         frame = pd.DataFrame(list(rows.values()), list(rows), dtype=float).rename_axis("update")
+        # A column whose name is not a number has a damaged index.
         columns = sorted((column for column in frame if column.isdigit()), key=int)
         return {f"layer {column}": frame[column] for column in columns}
 
@@ -95,12 +97,13 @@ class RunFiles:
 
         Args:
             keys: Nested keys of a mapping from names, such as names of the data's sources.
-            inner_keys: Nested keys of the number in the entry of a name; empty if it is the entry.
+            inner_keys: Nested keys of the number in the value of a name; empty if the value of a
+                name is the number.
         """
         values = self.values_by_step(*keys).values()
         names = dict.fromkeys(name for value in values if isinstance(value, dict) for name in value)
-        columns = {name: self.number_series(*keys, name, *inner_keys) for name in names}
-        return {name: values for name, values in columns.items() if values.fillna(0).any()}
+        curves = {name: self.number_series(*keys, name, *inner_keys) for name in names}
+        return {name: curve for name, curve in curves.items() if curve.fillna(0).any()}
 
 
 def finite_or_none(value: object) -> float | int | None:
@@ -119,7 +122,7 @@ def read_all(folders: Sequence[Path | str]) -> list[RunFiles]:
     """Read run directories.
 
     Raises:
-        RunDirError: If a folder is no run or a run of the synthetic suite, or is given twice.
+        RunDirError: If a folder is given twice, is no run, or is a run of the synthetic suite.
     """
     paths = [Path(folder) for folder in folders]
     resolved = [path.resolve() for path in paths]
@@ -167,7 +170,7 @@ def read_run(path: Path, label: str) -> RunFiles:
 
 
 def _read_result(run: RunDir, remarks: list[str]) -> dict:
-    """Return result.json of a finished run; add a remark if it is damaged."""
+    """Return result.json, {} if the run is not finished; add a remark if the file is damaged."""
     if not run.is_finished:
         return {}
     try:

@@ -106,8 +106,9 @@ def _make_sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> l
             notes.append(f"{run.label} has no fixed-point layer, and therefore no ℓ*.")
     section_tables = {"Fixed point": layers, "Optimization": summary.make_event_tables(runs)}
     for title in SPECS:
-        figures, constants = make_figures(runs, title)
-        lines = [*constants, *notes] if title == "Fixed point" else constants
+        figures, lines = make_figures(runs, title)
+        if title == "Fixed point":
+            lines += notes
         images = [(figure, save(figure, folder)) for figure in figures]
         tables = section_tables.get(title, [])
         sections.append({"title": title, "lines": lines, "figures": images, "tables": tables})
@@ -117,13 +118,14 @@ def _make_sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> l
     texts = {f"{name} of {run.label}": text for run in runs for name, text in run.texts.items()}
     directories = [f"{run.label}: {run.directory}" for run in runs]
     sections.append({"title": "Files", "lines": directories, "texts": texts})
+    # Leave out sections without content.
     return [s for s in sections if any(s.get(key) for key in ("lines", "figures", "tables"))]
 
 
 def _find_mismatch(run: RunDir) -> str | None:
     """Return a sentence if a run's files no longer match its newest checkpoint, otherwise None."""
     try:
-        for path in list_checkpoints(run.checkpoints)[-1:]:
+        for path in list_checkpoints(run.checkpoints)[-1:]:  # the newest, if there is one
             check_fingerprint(path, read_json(path / MANIFEST), run, load(run.config))
     except RunDirError as e:
         return str(e)

@@ -130,14 +130,15 @@ def format_results(statuses: list[Status]) -> str:
 
     rows = []
     for status in statuses:
-        if status.label:
+        if status.label:  # only points of sweeps have a label
             is_done = status.state == "done"
             names = {"sweep": Path(status.run_dir).parent.name, "point": status.label}
             rows.append({**names, "done": is_done, **(read_results(status) if is_done else {})})
     frame = pd.DataFrame(rows).astype(dict.fromkeys(RESULT_COLUMNS, float))
     points = frame.groupby(["sweep", "point"], sort=False)  # the runs of a point differ in the seed
     table = points[list(RESULT_COLUMNS)].mean()
-    table.insert(3, "± over seeds", points["validation"].std())
+    after_validation = RESULT_COLUMNS.index("validation") + 1
+    table.insert(after_validation, "± over seeds", points["validation"].std())
     table.insert(0, "seeds", points.size())
     table.insert(0, "done", points["done"].sum())
     finished_points = table[table["done"] > 0].reset_index()

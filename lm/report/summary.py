@@ -19,13 +19,13 @@ RESULTS_SOURCE = (
     " `step`, `tokens`, `validation`, `tokens_per_s`, `mfu`, `probe.num_iters.mean`, `evaluations`,"
     " `failed`"
 )
-OTHER_SOLUTION = f"{OTHER_SOLUTION_MARK} share"
+OTHER_SOLUTION_COLUMN = f"{OTHER_SOLUTION_MARK} share"
 # Columns of the table of layers: title → keys in metrics.jsonl.
 LAYER_COLUMNS = {
     "ℓ* mean": ("probe", "num_iters", "mean"),
     "ℓ* median": ("probe", "num_iters", "median"),
     "ℓ* max": ("probe", "num_iters", "max"),
-    OTHER_SOLUTION: ("probe", "num_iters", "elsewhere"),
+    OTHER_SOLUTION_COLUMN: ("probe", "num_iters", "elsewhere"),
     "evaluations (training)": ("evaluations",),
     "not solved (training)": ("failed",),
     "evaluations (evaluation)": ("probe", "evaluations"),
@@ -118,12 +118,12 @@ def make_result_table(runs: Sequence[RunFiles], summaries: Sequence[dict]) -> Ta
     titles = list(dict.fromkeys(title for row in rows for title in row if row[title] is not None))
     cells = [[format_value(row.get(title)) for title in titles] for row in rows]
     if len(rows) == 1:
-        return Table([list(pair) for pair in zip(titles, cells[0], strict=True)], RESULTS_SOURCE)
+        title_and_value = [list(pair) for pair in zip(titles, cells[0], strict=True)]
+        return Table(title_and_value, RESULTS_SOURCE)
     return Table([titles, *cells], RESULTS_SOURCE)
 
 
 def _make_result_row(run: RunFiles, summary: dict) -> dict[str, Any]:
-    """Return the values of a run by column."""
     validation = summary["validation"] or {}
     layers = _make_layer_frame(run)
     tokens = summary["tokens"]
@@ -153,8 +153,8 @@ def _make_result_row(run: RunFiles, summary: dict) -> dict[str, Any]:
     # Means over layers; of the share of tokens that were not solved, the maximum over layers.
     for name, title in (("ℓ*", "ℓ* mean"), ("evaluations", "evaluations (training)")):
         row[name] = layers[title].mean() if title in layers else None
-    title = "not solved (training)"
-    row["failed"] = layers[title].max() if title in layers else None
+    failed = "not solved (training)"
+    row["failed"] = layers[failed].max() if failed in layers else None
     return row
 
 
@@ -169,7 +169,8 @@ def make_layer_tables(runs: Sequence[RunFiles]) -> tuple[list[Table], list[str]]
         title = "Layers" if len(runs) == 1 else f"Layers of {run.label}"
         source = "metrics.jsonl: the last `probe`, `evaluations` and `failed`"
         tables.append(Table([["layer", *layers], *rows], source, title))
-        if OTHER_SOLUTION in layers and (layers[OTHER_SOLUTION] > OTHER_SOLUTION_SHARE).any():
+        shares = layers.get(OTHER_SOLUTION_COLUMN)
+        if shares is not None and (shares > OTHER_SOLUTION_SHARE).any():
             notes.append(f"{run.label}: {OTHER_SOLUTION_NOTE}")
     return tables, notes
 
@@ -196,10 +197,10 @@ def _format_scores(run: RunFiles) -> dict[tuple[str, str], str]:
             arrow = ""
             if isinstance(is_higher_better, bool):
                 arrow = " ↑" if is_higher_better else " ↓"
-            value, error = finite_or_none(score["value"]), finite_or_none(score.get("stderr"))
+            value, stderr = finite_or_none(score["value"]), finite_or_none(score.get("stderr"))
             text = format_value(value)
-            if value is not None and error:
-                text = f"{value:.4f} ± {error:.4f}"
+            if value is not None and stderr:
+                text = f"{value:.4f} ± {stderr:.4f}"
             limit = "" if run.limit is None else f" ({run.limit} documents)"
             cells[task, metric + arrow] = text + limit
     return cells

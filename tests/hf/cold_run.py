@@ -16,18 +16,18 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments
 from tests.hf.models import build
 
 TEXTS = ["hello world", "a longer line of text", "short", "one two three four"]
-SIZE = 264  # of the vocabulary: the byte tokenizer's and some
+VOCAB_SIZE = 264  # at least the size of the byte tokenizer's vocabulary
 
 
-def adapted(model):
-    """Add LoRA to layers that all blocks have; it is not zero, so that all of it gets gradients."""
+def add_lora(model):
+    """Add LoRA to layers that all blocks have. Its weights are not zero, so all get gradients."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["in_proj", "out_proj", "u_proj"]
     return get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
 
 
-def rows(tokenizer):
+def make_rows(tokenizer):
     """Return padded texts for the Trainer; padding has no loss."""
     batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -35,17 +35,16 @@ def rows(tokenizer):
     return [{name: column[i] for name, column in columns.items()} for i in range(len(TEXTS))]
 
 
-def by_steps(model, tokenizer, asked):
+def train_by_steps(model, tokenizer, options):
     """Return the losses of two steps of SGD."""
-    if asked["checkpoint"]:
+    if options["checkpoint"]:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    if asked["compile"]:
-        model.compile(backend=asked["compile"])
+    if options["compile"]:
+        model.compile(backend=options["compile"])
     optimizer = torch.optim.SGD(model.train().parameters(), 0.1)
-    batch = {
-        name: torch.stack([row[name] for row in rows(tokenizer)]) for name in rows(tokenizer)[0]
-    }
+    batch_rows = make_rows(tokenizer)
+    batch = {name: torch.stack([row[name] for row in batch_rows]) for name in batch_rows[0]}
     losses = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -56,13 +55,13 @@ def by_steps(model, tokenizer, asked):
     return losses
 
 
-def by_trainer(model, tokenizer, asked):
+def train_by_trainer(model, tokenizer, options):
     """Return the losses that transformers' Trainer, or trl's SFTTrainer, logs."""
     arguments = {
         "output_dir": tempfile.mkdtemp(),
-        "gradient_checkpointing": asked["checkpoint"],
-        "torch_compile": asked["compile"] is not None,
-        "torch_compile_backend": asked["compile"],
+        "gradient_checkpointing": options["checkpoint"],
+        "torch_compile": options["compile"] is not None,
+        "torch_compile_backend": options["compile"],
         "per_device_train_batch_size": 2,
         "max_steps": 2,
         "logging_steps": 1,
@@ -73,35 +72,36 @@ def by_trainer(model, tokenizer, asked):
         "optim": "sgd",
         "learning_rate": 0.1,
     }
-    if asked["loop"] == "sft":
+    if options["loop"] == "sft":
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
         data = Dataset.from_list([{"text": text} for text in TEXTS])
         arguments = SFTConfig(max_length=32, **arguments)
-        made = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+        trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
     else:
-        made = Trainer(model, TrainingArguments(**arguments), train_dataset=rows(tokenizer))
-    made.train()
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=make_rows(tokenizer))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run(**given):
+def run(**given_options):
     """Return the losses of training and the generated tokens; see the top of this file."""
-    asked = {"loop": "steps", "checkpoint": False, "compile": None, "lora": False, **given}
-    tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
+    options = {"loop": "steps", "checkpoint": False, "compile": None, "lora": False}
+    options |= given_options
+    tokenizer = AutoTokenizer.from_pretrained(options["tokenizer"])
     torch.manual_seed(0)
-    model = build("fp_mamba1", vocab_size=SIZE, eos_token_id=0)
-    if asked["lora"]:
-        model = adapted(model)
-    train = by_steps if asked["loop"] == "steps" else by_trainer
-    losses = train(model, tokenizer, asked)
+    model = build("fp_mamba1", vocab_size=VOCAB_SIZE, eos_token_id=0)
+    if options["lora"]:
+        model = add_lora(model)
+    train = train_by_steps if options["loop"] == "steps" else train_by_trainer
+    losses = train(model, tokenizer, options)
     prompt = tokenizer(["hel", "a"], padding=True, padding_side="left", return_tensors="pt")
     tokens = model.eval().generate(
         **prompt,
         max_new_tokens=6,
         do_sample=False,
-        stop_strings=["qqq"],
+        stop_strings=["qqq"],  # never generated
         tokenizer=tokenizer,
     )
     return {"losses": losses, "tokens": tokens.tolist()}

@@ -9,19 +9,8 @@ from lm.training.build import build_model
 
 VOCAB, EOS, PAD = 40, 2, 0
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
-BASELINES = {
-    "mamba": {},
-    "mamba2": {},
-    "lstm": {},
-    "gated_deltanet": {},
-    "deltaproduct": {},
-    "kda": {},
-    "rwkv7": {},
-    "slstm": {},
-    "mamba3": {},
-    "m2rnn": {},
-    "transformer": {"name": "transformer"},
-}
+BASELINES = ("mamba", "mamba2", "mamba3", "lstm", "slstm", "m2rnn", "transformer")
+BASELINES += ("gated_deltanet", "deltaproduct", "kda", "rwkv7")
 
 
 def fprnn_config(block, **fields):
@@ -36,22 +25,18 @@ def build(name, seed=0, **fields):
     if name in BLOCKS:
         return FPRNNForCausalLM(fprnn_config(name, **fields))
     sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "d_ff": 24}
-    section = {"name": name, **sizes, **BASELINES[name], **fields}
+    section = {"name": name, **sizes, **fields}
     return build_model(Config(model=section, data={"seq_len": 32}), VOCAB, EOS, PAD)
 
 
-def exact(name, **fields):
+def build_fp64(name, **fields):
     """Return the model in fp64; fixed-point models have a single layer and a low tolerance."""
-    tight = {
-        "n_layer": 1,
-        "schedule": "sequential",
-        "tol": 1e-10,
-        "contractive": 0.2,
-        "eval_tol": 1e-10,
-    }
-    return build(name, **({**tight, **fields} if name in BLOCKS else fields)).double()
+    if name in BLOCKS:
+        low_tolerance = {"tol": 1e-10, "eval_tol": 1e-10, "schedule": "sequential"}
+        fields = {"n_layer": 1, "contractive": 0.2, **low_tolerance, **fields}
+    return build(name, **fields).double()
 
 
-def ids(rows=2, length=9, seed=0):
+def make_ids(rows=2, length=9, seed=0):
     """Return tokens (rows,length) that are neither EOS nor padding."""
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,11 +1,13 @@
 """Tests of gradient checkpointing through transformers: same gradients, a single solve."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lm.model import strategies
-from tests.hf.models import BASELINES, BLOCKS, build, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, build, build_fp64, make_ids
 
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
@@ -13,13 +15,13 @@ every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 @every_model
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}, {"use_reentrant": False}])
 def test_checkpointing_gives_the_same_gradients_twice(name, kwargs):
-    plain, model = exact(name).train(), exact(name).train()
+    plain, model = build_fp64(name).train(), build_fp64(name).train()
     assert not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable(kwargs)
     assert model.is_gradient_checkpointing
     for _ in range(2):
-        for each in (plain, model):
-            each(ids(), labels=ids()).loss.backward()
+        for either_model in (plain, model):
+            either_model(make_ids(), labels=make_ids()).loss.backward()
     for (key, a), b in zip(plain.named_parameters(), model.parameters()):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-7, atol=1e-9, msg=key)
 
@@ -29,46 +31,55 @@ def test_each_layer_is_checkpointed_and_called_once(name):
     model = build(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
-    calls, handed, run = [], [], []
-    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    events = []
+    layer.register_forward_pre_hook(lambda *_: events.append("layer"))
     checkpoint = layer._gradient_checkpointing_func
 
-    def watched(function, *args):
-        handed.append(1)
-        return checkpoint(lambda *a: (run.append(1), function(*a))[1], *args)
+    def record(event, function, *args):
+        events.append(event)
+        return function(*args)
 
-    layer._gradient_checkpointing_func = watched
-    model(ids(), labels=ids()).loss.backward()
-    assert len(calls) == len(handed) == 1 and len(run) == 2
+    layer._gradient_checkpointing_func = lambda function, *args: record(
+        "checkpoint", checkpoint, partial(record, "forward", function), *args
+    )
+    model(make_ids(), labels=make_ids()).loss.backward()
+    # The second forward is the recomputation in the backward.
+    assert events == ["layer", "checkpoint", "forward", "forward"]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_backward_never_iterates(name, monkeypatch):
-    solves, solve = [], strategies.solve_windows
-    monkeypatch.setattr(
-        strategies, "solve_windows", lambda *a, **k: (solves.append(1), solve(*a, **k))[1]
-    )
-    model = exact(name).train()
+    solve_count, solve = 0, strategies.solve_windows
+
+    def count_solve(*args, **kwargs):
+        nonlocal solve_count
+        solve_count += 1
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(strategies, "solve_windows", count_solve)
+    model = build_fp64(name).train()
     model.gradient_checkpointing_enable()
     with model.solving(schedule="parallel"):
-        loss = model(ids(), labels=ids()).loss
-        before = len(solves)
+        loss = model(make_ids(), labels=make_ids()).loss
+        assert solve_count == 1
         loss.backward()
-        assert before == len(solves) == 1
-        model.eval()(ids(), labels=ids()).loss.backward()  # checkpointing is for training only
+        assert solve_count == 1
+        # In evaluation mode there is no checkpointing, and the backward works as well.
+        model.eval()(make_ids(), labels=make_ids()).loss.backward()
 
 
 @every_model
 def test_checkpointing_with_frozen_weights_trains_adapters(name):
     """Reentrant checkpointing needs an input with a gradient, as when adapters train."""
-    model = exact(name).train()
+    model = build_fp64(name).train()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.base_model.norm_f.weight.requires_grad_(True) if name in BLOCKS else None
+    if name in BLOCKS:
+        model.base_model.norm_f.weight.requires_grad_(True)
     first = next(p for n, p in model.named_parameters() if "layers.0" in n and p.dim() == 2)
     first.requires_grad_(True)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
-    model(ids(), labels=ids()).loss.backward()
+    model(make_ids(), labels=make_ids()).loss.backward()
     assert first.grad.abs().sum() > 0
     model.disable_input_require_grads()

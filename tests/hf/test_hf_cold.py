@@ -8,26 +8,26 @@ from tests.hf import cold_run
 from tests.running import PLAIN_FORKS
 
 
-def trained(tokenizer, **asked):
+def train_in_new_process(tokenizer, **options):
     """Return losses and generated tokens of a user's process; see tests/hf/cold_run.py."""
-    words = json.dumps({"tokenizer": str(tokenizer), **asked})
-    done = PLAIN_FORKS.run("tests.hf.cold_run", [words], timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    argument = json.dumps({"tokenizer": str(tokenizer), **options})
+    process = PLAIN_FORKS.run("tests.hf.cold_run", [argument], timeout=300)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
-def check(tokenizer, loop, lora, ways):
-    """Check that each way of training gives the losses and tokens of plain training."""
+def check_ways(tokenizer, loop, lora, ways):
+    """Check that each way of training (options of cold_run) equals plain training."""
     plain = cold_run.run(tokenizer=str(tokenizer), loop=loop, lora=lora)
     assert len(plain["losses"]) == 2 and plain["losses"][0] != plain["losses"][1]
     for way in ways:
-        found = trained(tokenizer, loop=loop, lora=lora, **way)
-        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5), way
-        assert found["tokens"] == plain["tokens"], way
+        result = train_in_new_process(tokenizer, loop=loop, lora=lora, **way)
+        assert result["losses"] == pytest.approx(plain["losses"], rel=1e-5), way
+        assert result["tokens"] == plain["tokens"], way
 
 
 def test_first_step_through_checkpoints_runs(byte_tokenizer):
-    check(byte_tokenizer, "steps", False, [{"checkpoint": True}])
+    check_ways(byte_tokenizer, "steps", lora=False, ways=[{"checkpoint": True}])
 
 
 @pytest.mark.slow
@@ -42,4 +42,4 @@ def test_every_way_to_train_runs(loop, lora, byte_tokenizer):
         {"checkpoint": True, "compile": "aot_eager"},
         {"checkpoint": True, "compile": "inductor"},
     ]
-    check(byte_tokenizer, loop, lora, ways)
+    check_ways(byte_tokenizer, loop, lora, ways)

@@ -8,24 +8,24 @@ import torch
 from safetensors.torch import load_file
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from tests.hf.models import BASELINES, BLOCKS, EOS, VOCAB, build, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, EOS, VOCAB, build, build_fp64, make_ids
 
 OURS = (*BLOCKS, *BASELINES)
 every_model = pytest.mark.parametrize("name", OURS)
 
 
-def with_end_of_document(rows=2, length=9):
-    x = ids(rows, length)
-    x[0, 3] = EOS
-    return x
+def make_ids_with_eos(rows=2, length=9):
+    ids = make_ids(rows, length)
+    ids[0, 3] = EOS
+    return ids
 
 
-def leaves(output):
+def list_tensors(output):
     """Return the tensors in nested lists, tuples and dicts, as transformers' tests do."""
     if isinstance(output, list | tuple):
-        return [leaf for part in output for leaf in leaves(part)]
+        return [leaf for part in output for leaf in list_tensors(part)]
     if isinstance(output, dict):
-        return [leaf for part in output.values() for leaf in leaves(part)]
+        return [leaf for part in output.values() for leaf in list_tensors(part)]
     return [output] if isinstance(output, torch.Tensor) else []
 
 
@@ -35,29 +35,29 @@ def leaves(output):
 @every_model
 @pytest.mark.parametrize("base", [False, True], ids=["head", "base"])
 def test_tuple_and_dict_outputs_hold_the_same(name, base):
-    model = build(name).eval()
-    model = model.base_model if base else model
-    extra = [{}, {"output_hidden_states": True}]
-    extra += [] if base else [{"labels": ids()}]
-    for kwargs in extra:
+    model = build(name).eval().base_model if base else build(name).eval()
+    arguments = [{}, {"output_hidden_states": True}]
+    if not base:
+        arguments.append({"labels": make_ids()})
+    for kwargs in arguments:
         with torch.no_grad():
-            as_tuple = model(ids(), return_dict=False, **kwargs)
-            as_dict = model(ids(), return_dict=True, **kwargs)
+            as_tuple = model(make_ids(), return_dict=False, **kwargs)
+            as_dict = model(make_ids(), return_dict=True, **kwargs)
         assert isinstance(as_tuple, tuple)
-        pairs = list(zip(leaves(as_tuple), leaves(as_dict.to_tuple()), strict=True))
+        pairs = list(zip(list_tensors(as_tuple), list_tensors(as_dict.to_tuple()), strict=True))
         assert len(pairs) >= 1 + len(kwargs)
-        for a, b in pairs:
-            assert a.is_floating_point() and torch.equal(a, b)
+        for from_tuple, from_dict in pairs:
+            assert from_tuple.is_floating_point() and torch.equal(from_tuple, from_dict)
 
 
 @every_model
 def test_hidden_states_are_layer_inputs_and_the_last(name):
     model = build(name)
     assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
-    output = model(ids(), output_hidden_states=True)
+    output = model(make_ids(), output_hidden_states=True)
     assert isinstance(output.hidden_states, tuple)
     assert [h.shape for h in output.hidden_states] == [(2, 9, 16)] * (model.config.n_layer + 1)
-    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(ids()))
+    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(make_ids()))
     torch.testing.assert_close(model.lm_head(output.hidden_states[-1]).float(), output.logits)
     for h in output.hidden_states[:-1]:
         h.retain_grad()
@@ -69,20 +69,20 @@ def test_hidden_states_are_layer_inputs_and_the_last(name):
 @every_model
 @torch.no_grad()
 def test_output_is_the_same_twice_and_in_any_batch(name):
-    model, x = exact(name).eval(), ids(3)
-    first = model(x, output_hidden_states=True)
-    for a, b in zip(leaves(first), leaves(model(x, output_hidden_states=True)), strict=True):
+    model, x = build_fp64(name).eval(), make_ids(3)
+    first, second = (model(x, output_hidden_states=True) for _ in range(2))
+    for a, b in zip(list_tensors(first), list_tensors(second), strict=True):
         assert torch.equal(a, b)
     for row in range(3):
-        alone = model(x[row : row + 1], output_hidden_states=True)
-        for a, b in zip(leaves(first), leaves(alone), strict=True):
+        row_output = model(x[row : row + 1], output_hidden_states=True)
+        for a, b in zip(list_tensors(first), list_tensors(row_output), strict=True):
             torch.testing.assert_close(a[row : row + 1], b, rtol=1e-7, atol=1e-8)
 
 
 @every_model
 @torch.no_grad()
 def test_embeddings_give_the_same_as_their_ids(name):
-    model, x = exact(name).eval(), with_end_of_document()
+    model, x = build_fp64(name).eval(), make_ids_with_eos()
     embeds = model.get_input_embeddings()(x)
     for part in (model, model.base_model):
         by_ids, by_embeds = part(x)[0], part(inputs_embeds=embeds)[0]
@@ -95,7 +95,7 @@ def test_embeddings_give_the_same_as_their_ids(name):
 @every_model
 def test_every_parameter_learns(name):
     model = build(name, **({"use_short_conv": True} if name in BLOCKS else {})).train()
-    loss = model(ids(), labels=ids(seed=1)).loss
+    loss = model(make_ids(), labels=make_ids(seed=1)).loss
     loss.backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), key
@@ -138,9 +138,9 @@ def test_the_vocabulary_can_be_resized(name, tied):
         embedding, head = resized.get_input_embeddings(), resized.get_output_embeddings()
         assert resized.config.vocab_size == size == embedding.num_embeddings
         assert head.weight.shape[0] == size and (head.weight is embedding.weight) == tied
-        kept = min(size, VOCAB)
-        assert torch.equal(embedding.weight[:kept], before[:kept])
-        out = resized(ids().clamp(max=size - 1), labels=ids().clamp(max=size - 1))
+        kept_count = min(size, VOCAB)
+        assert torch.equal(embedding.weight[:kept_count], before[:kept_count])
+        out = resized(make_ids().clamp(max=size - 1), labels=make_ids().clamp(max=size - 1))
         assert out.logits.shape == (2, 9, size) and out.loss.isfinite()
 
 
@@ -154,11 +154,11 @@ def test_base_model_loads_from_language_model_and_back(name, tmp_path):
     base = type(model.base_model)
     loaded, info = base.from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not info["missing_keys"]
-    assert torch.equal(loaded.eval()(ids())[0], model.base_model(ids())[0])
+    assert torch.equal(loaded.eval()(make_ids())[0], model.base_model(make_ids())[0])
     loaded.save_pretrained(tmp_path / "base")
-    again, info = type(model).from_pretrained(tmp_path / "base", output_loading_info=True)
+    reloaded, info = type(model).from_pretrained(tmp_path / "base", output_loading_info=True)
     assert info["missing_keys"] == {"lm_head.weight"}
-    assert torch.equal(again.eval().base_model(ids())[0], model.base_model(ids())[0])
+    assert torch.equal(reloaded.eval().base_model(make_ids())[0], model.base_model(make_ids())[0])
 
 
 @every_model
@@ -171,11 +171,11 @@ def test_weight_file_is_complete_and_loads_exactly(name, tied, tmp_path):
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
-    assert torch.equal(loaded.eval()(ids()).logits, model(ids()).logits)
+    assert torch.equal(loaded.eval()(make_ids()).logits, model(make_ids()).logits)
     torch.save(model, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert torch.equal(whole(ids()).logits, model(ids()).logits)
-    assert torch.equal(copy.deepcopy(model)(ids()).logits, model(ids()).logits)
+    assert torch.equal(whole(make_ids()).logits, model(make_ids()).logits)
+    assert torch.equal(copy.deepcopy(model)(make_ids()).logits, model(make_ids()).logits)
 
 
 @every_model
@@ -184,15 +184,15 @@ def test_half_precision_keeps_fp32_parameters(name, dtype, tmp_path):
     build(name).save_pretrained(tmp_path)
     for kind in (type(build(name)), type(build(name).base_model)):
         model = kind.from_pretrained(tmp_path, dtype=dtype)
-        wide = model._keep_in_fp32_modules_strict
+        fp32_names = model._keep_in_fp32_modules_strict
         for key, parameter in model.named_parameters():
-            expected = torch.float32 if any(f".{w}" in f".{key}" for w in wide) else dtype
+            expected = torch.float32 if any(f".{w}" in f".{key}" for w in fp32_names) else dtype
             assert parameter.dtype == expected, key
         keys = list(model.state_dict())
-        assert all(any(key.endswith(f".{w}") for key in keys) for w in wide), wide
+        assert all(any(key.endswith(f".{w}") for key in keys) for w in fp32_names), fp32_names
         if dtype == torch.bfloat16:
-            assert model.eval()(ids())[0].isfinite().all()
-    assert set(wide) == {
+            assert model.eval()(make_ids())[0].isfinite().all()
+    assert set(fp32_names) == {
         "fp_mamba1": {"A_log", "D", "dt_proj.bias"},
         "fp_mamba2": {"A_log", "D", "dt_bias"},
         "mamba": {"A_log", "D", "dt_proj.bias"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.model.solver import NonFiniteError
-from tests.hf.models import BLOCKS, build, ids
+from tests.hf.models import BLOCKS, build, make_ids
 from tests.marks import slow
 
 SETTINGS = [
@@ -15,14 +15,14 @@ SETTINGS = [
 
 
 @pytest.fixture(autouse=True)
-def anew():
+def reset_dynamo():
     torch._dynamo.reset()
 
 
-def padded():
-    mask = torch.ones_like(ids())
+def make_padded_batch():
+    mask = torch.ones_like(make_ids())
     mask[0, :3] = 0
-    return {"input_ids": ids(), "attention_mask": mask}
+    return {"input_ids": make_ids(), "attention_mask": mask}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
@@ -30,41 +30,42 @@ def padded():
 def test_compiled_model_equals_the_model(fields, backend):
     """Compare logits, and in training mode the loss and every gradient."""
     model = build(**{"name": "fp_mamba1", **fields}).eval()
-    fast = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend)
+    batch = make_padded_batch()
     with torch.no_grad():
-        expected = model(**padded()).logits
-        torch.testing.assert_close(fast(**padded()).logits, expected, rtol=1e-5, atol=1e-5)
+        expected = model(**batch).logits
+        torch.testing.assert_close(compiled(**batch).logits, expected, rtol=1e-5, atol=1e-5)
     model.train()
-    found = []
-    for each in (model, fast):
+    results = []
+    for either_model in (model, compiled):
         model.zero_grad()
-        loss = each(**padded(), labels=ids()).loss
+        loss = either_model(**batch, labels=make_ids()).loss
         loss.backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found.append({"loss": loss.detach(), **grads})
-    for (key, a), b in zip(found[0].items(), found[1].values()):
+        results.append({"loss": loss.detach(), **grads})
+    for (key, a), b in zip(results[0].items(), results[1].values()):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=key)
 
 
 def test_compiled_model_generates():
     model = build("fp_mamba1").eval()
-    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "num_beams": 2}
-    plain = model.generate(**padded(), **how)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "num_beams": 2}
+    plain = model.generate(**make_padded_batch(), **options)
     model.compile(backend="eager")
-    assert torch.equal(model.generate(**padded(), **how), plain)
+    assert torch.equal(model.generate(**make_padded_batch(), **options), plain)
 
 
 def test_compiled_model_refuses_nonfinite_output():
     model = build("fp_mamba1").eval()
-    fast = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
-        fast(ids())
+        compiled(make_ids())
         model.backbone.layers[1].block.out_proj.weight[0, 0] = float("nan")
         with pytest.raises(NonFiniteError, match="layer 1: its output is NaN or infinite"):
-            fast(ids())
+            compiled(make_ids())
 
 
 def test_torch_export_is_refused():
     model = build("fp_mamba1").eval()
     with pytest.raises(NotImplementedError, match=r"torch\.export does not support a solve"):
-        torch.export.export(model, (), {"input_ids": ids(), "use_cache": False}, strict=False)
+        torch.export.export(model, (), {"input_ids": make_ids(), "use_cache": False}, strict=False)

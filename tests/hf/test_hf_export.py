@@ -16,10 +16,10 @@ from lm.kernels import INTERFACE
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import scan as cpu
 from lm.model import bundled_kernels, scan
-from tests.hf.models import BASELINES, BLOCKS, build, ids
+from tests.hf.models import BASELINES, BLOCKS, build, make_ids
 from tests.running import run_alone
 
-LOAD = """
+LOAD_AND_SAVE = """
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 ids = torch.tensor(json.loads(sys.argv[1]))
@@ -38,7 +38,7 @@ for path in sys.argv[2:]:
         totals[path].append(model(ids)[0].double().abs().sum().item())
 print(json.dumps(totals))
 """
-USES = """
+FIND_KERNELS = """
 import importlib, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
@@ -59,9 +59,14 @@ print(json.dumps(found))
 """
 
 
-def elsewhere(code, tmp_path, *args, **env_too):
-    """Run code in a process without this checkout's `lm`; return its last line and stderr."""
-    done = run_alone(code, *args, cwd=tmp_path, **env_too)
+def export_model(model, folder):
+    """Export a model without a tokenizer, and return the folder as text."""
+    return str(write_export(model, folder, tokenizer=None, name="x", origin=""))
+
+
+def elsewhere(code, tmp_path, *args, **environment):
+    """Run code in a process without this checkout's `lm`; return its last line and its stderr."""
+    done = run_alone(code, *args, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -71,20 +76,20 @@ def test_every_auto_class_loads_and_saves_an_export(tmp_path):
     expected, paths = {}, []
     for name in (*BLOCKS, *BASELINES):
         model = build(name).eval()
-        paths.append(str(write_export(model, tmp_path / name, None, name, "")))
+        paths.append(export_model(model, tmp_path / name))
         with torch.no_grad():
-            pair = [
-                part(ids())[0].double().abs().sum().item() for part in (model, model.base_model)
-            ]
-        expected[paths[-1]] = pair * 2
-    found, _ = elsewhere(LOAD, tmp_path, json.dumps(ids().tolist()), *paths)
-    assert found.keys() == expected.keys()
+            outputs = [part(make_ids())[0] for part in (model, model.base_model)]
+        # LOAD_AND_SAVE returns the sums of both before and after saving again.
+        expected[paths[-1]] = [output.double().abs().sum().item() for output in outputs] * 2
+    outputs, _ = elsewhere(LOAD_AND_SAVE, tmp_path, json.dumps(make_ids().tolist()), *paths)
+    assert outputs.keys() == expected.keys()
     for path, totals in expected.items():
-        assert found[path] == pytest.approx(totals, rel=1e-5), path
+        assert outputs[path] == pytest.approx(totals, rel=1e-5), path
 
 
-SAID = "fprnn's kernels are not used, and the model runs in plain PyTorch: "
-STRANGERS = {
+WARNING = "fprnn's kernels are not used, and the model runs in plain PyTorch: "
+# Other `lm` on the path → its files (see write_package), and the end of the warning.
+OTHER_PACKAGES = {
     "nothing": (None, "the package fprnn is not installed"),
     "a package without kernels": ({"__init__.py": "raise SystemExit(3)"}, "is not fprnn's"),
     "a module": ("raise SystemExit(3)", "is not fprnn's"),
@@ -107,12 +112,13 @@ STRANGERS = {
 }
 
 
-def lay(folder, files):
-    """Write a package or module called `lm` into a folder. None: write nothing."""
+def write_package(folder, files):
+    """Write a package (dict of files), a module (str) or nothing (None), called `lm`."""
     folder.mkdir()
     if isinstance(files, str):
         (folder / "lm.py").write_text(files)
-    for name, text in (files or {}).items() if not isinstance(files, str) else ():
+        return folder
+    for name, text in (files or {}).items():
         (folder / "lm" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "lm" / name).write_text(text)
     return folder
@@ -121,27 +127,31 @@ def lay(folder, files):
 @pytest.fixture(
     scope="module", params=["with kernels", pytest.param("without", marks=pytest.mark.slow)]
 )
-def found(request, tmp_path_factory):
-    """Run exports with and without bundled kernels, next to this checkout and every other `lm`.
+def kernel_choices(request, tmp_path_factory):
+    """Run an export next to this checkout, and next to each of OTHER_PACKAGES.
 
     Returns:
-        The kernels that were used, the outputs of two forward passes, and the messages.
+        True if the export has bundled kernels; and by package, the module of the kernels that were
+        used (None: plain PyTorch) and the messages.
     """
-    tmp_path = tmp_path_factory.mktemp("strangers")
+    tmp_path = tmp_path_factory.mktemp("packages")
     model = build("fp_mamba1").eval()
-    out = write_export(model, tmp_path / "out", None, "x", "")
+    out = export_model(model, tmp_path / "out")
     if request.param != "with kernels":
         shutil.copy(bundled_kernels.__file__, out)
-    folders = {name: lay(tmp_path / str(i), STRANGERS[name][0]) for i, name in enumerate(STRANGERS)}
+    folders = {}
+    for name, (files, _) in OTHER_PACKAGES.items():
+        folders[name] = write_package(tmp_path / name, files)
     folders["ours"] = Path(lm.__file__).parents[1]
-    folders_too = map(str, folders.values())
-    results, said = elsewhere(USES, tmp_path, str(out), *folders_too, **warm_cache(tmp_path))
-    parts = dict(part.split("\n", 1) for part in said.split("## ")[1:])
+    arguments = map(str, (out, *folders.values()))
+    results, stderr = elsewhere(FIND_KERNELS, tmp_path, *arguments, **warm_cache(tmp_path))
+    # FIND_KERNELS prints "## FOLDER" before the messages of each folder.
+    messages = dict(part.split("\n", 1) for part in stderr.split("## ")[1:])
     with torch.no_grad():
         total = model(torch.tensor([[3, 4, 5, 6]])).logits.double().abs().sum().item()
     assert [total] * len(folders) == pytest.approx([t for _, t in results.values()], rel=1e-5)
-    whose = {name: (results[str(f)][0], parts[str(f)]) for name, f in folders.items()}
-    return request.param == "with kernels", whose
+    choices = {name: (results[str(f)][0], messages[str(f)]) for name, f in folders.items()}
+    return request.param == "with kernels", choices
 
 
 def warm_cache(tmp_path):
@@ -153,23 +163,23 @@ def warm_cache(tmp_path):
     return {"XDG_CACHE_HOME": str(cache)}
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_kernels_of_another_package_are_not_used(stranger, found):
-    carries, whose = found
-    used, said = whose[stranger]
-    if carries:
-        assert used.startswith("fprnn_kernels_") and SAID not in said
+@pytest.mark.parametrize("other", OTHER_PACKAGES)
+def test_kernels_of_another_package_are_not_used(other, kernel_choices):
+    has_bundled_kernels, choices = kernel_choices
+    used, stderr = choices[other]
+    if has_bundled_kernels:
+        assert used.startswith("fprnn_kernels_") and WARNING not in stderr
     else:
-        assert used is None and said.count(SAID) == 1 and STRANGERS[stranger][1] in said
+        assert used is None and stderr.count(WARNING) == 1 and OTHER_PACKAGES[other][1] in stderr
 
 
-def test_installed_kernels_are_used_without_warning(found):
-    used, said = found[1]["ours"]
-    assert used == "lm.kernels" and SAID not in said and bundled_kernels.NOTE not in said
+def test_installed_kernels_are_used_without_warning(kernel_choices):
+    used, stderr = kernel_choices[1]["ours"]
+    assert used == "lm.kernels" and WARNING not in stderr and bundled_kernels.NOTE not in stderr
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
 
 
-TWICE = """
+LOAD_TWICE = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 for _ in range(2):
@@ -182,16 +192,16 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_export_keeps_its_classes_after_importing_kernels(tmp_path):
-    path = write_export(build("fp_mamba1"), tmp_path / "hf", None, "tiny", "A test.")
+    path = export_model(build("fp_mamba1"), tmp_path / "hf")
     env = {**os.environ, "PYTHONPATH": str(Path(lm.__file__).parents[1])}
     env["HF_MODULES_CACHE"] = str(tmp_path / "modules")
     done = subprocess.run(
-        [sys.executable, "-c", TWICE, path], capture_output=True, text=True, env=env
+        [sys.executable, "-c", LOAD_TWICE, path], capture_output=True, text=True, env=env
     )
     assert done.stdout.split() == ["transformers_modules"] * 2, done.stderr
 
 
-ALONE = """
+TRAIN_STEP = """
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).train()
@@ -205,24 +215,24 @@ print(json.dumps(found))
 
 
 def test_export_without_package_uses_bundled_kernels(tmp_path):
-    works, why = cpu.usable()
-    if not works:
-        pytest.skip(why)
+    is_usable, reason = cpu.usable()
+    if not is_usable:
+        pytest.skip(reason)
     model = build("fp_mamba1").train()
-    out = str(write_export(model, tmp_path / "out", None, "x", ""))
+    out = export_model(model, tmp_path / "out")
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     loss = model(ids, labels=ids).loss
     loss.backward()
     grads = sum(p.grad.double().abs().sum().item() for p in model.parameters())
     env = warm_cache(tmp_path)
-    (ours, theirs, (module,)), said = elsewhere(ALONE, tmp_path, out, **env)
-    assert (ours, theirs) == pytest.approx((loss.item(), grads), rel=1e-5)
-    assert said.count(bundled_kernels.NOTE) == 1
+    (*totals, (module,)), stderr = elsewhere(TRAIN_STEP, tmp_path, out, **env)
+    assert totals == pytest.approx([loss.item(), grads], rel=1e-5)
+    assert stderr.count(bundled_kernels.NOTE) == 1
     # A changed file in the cache is not run but written again; the library stays.
     file = tmp_path / "cache/fprnn/kernels" / (module.replace(".", "/") + ".py")
     text = file.read_text()
     file.write_text("raise SystemExit(3)")
-    assert elsewhere(ALONE, tmp_path, out, **env)[0][:2] == [ours, theirs]
+    assert elsewhere(TRAIN_STEP, tmp_path, out, **env)[0][:2] == totals
     assert file.read_text() == text
     libraries = list((tmp_path / "cache/fprnn/kernels").glob("*.so"))
     assert len(libraries) == 1  # the installed package has the same sources
@@ -244,25 +254,26 @@ def test_kernel_folder_writable_by_others_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_kernel_cache_writable_by_others_is_not_run(tmp_path):
-    out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
+    out = export_model(build("fp_mamba1"), tmp_path / "out")
     env = warm_cache(tmp_path)
     (tmp_path / "cache/fprnn/kernels").mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache/fprnn/kernels").chmod(0o777)
-    (_, _, modules), said = elsewhere(ALONE, tmp_path, out, **env)
-    assert modules == [] and said.count("other users may write into") == 1
+    (_, _, modules), stderr = elsewhere(TRAIN_STEP, tmp_path, out, **env)
+    assert modules == [] and stderr.count("other users may write into") == 1
 
 
 @pytest.mark.slow
 def test_export_without_compiler_warns_that_it_is_slow(tmp_path):
-    out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
-    found, said = elsewhere(ALONE, tmp_path, out, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
-    assert found[0] > 0 and said.count(SAID + "the CPU kernels cannot be built") == 1
+    out = export_model(build("fp_mamba1"), tmp_path / "out")
+    no_compiler = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    (loss, *_), stderr = elsewhere(TRAIN_STEP, tmp_path, out, **no_compiler)
+    assert loss > 0 and stderr.count("in plain PyTorch: the CPU kernels cannot be built") == 1
 
 
 def test_bundled_kernels_equal_the_package(tmp_path):
-    out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
-    found: dict = {}
-    exec(compile((out / "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), found)
+    out = export_model(build("fp_mamba1"), tmp_path / "out")
+    module: dict = {}
+    exec(compile(Path(out, "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), module)
     folder = Path(lm.__file__).parent / "kernels"
     kinds = (".py", ".h", ".cpp", ".cu")
     texts = {
@@ -270,4 +281,4 @@ def test_bundled_kernels_equal_the_package(tmp_path):
     }
     for name in ("errors.py", "secrets.py"):
         texts[name] = (folder.parent / "common" / name).read_text()
-    assert found["FILES"] == texts
+    assert module["FILES"] == texts

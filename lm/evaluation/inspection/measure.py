@@ -52,10 +52,10 @@ def run_with_probe(
     Returns:
         Logits (t,v) in fp32; and measurements of the layers, None if no layer is a fixed point.
     """
-    blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
+    blocks = _list_fixed_point_blocks(model)
     if not blocks:
         return model(input_ids=ids, attention_mask=mask).logits[0].float(), None
-    inputs = {}  # block → its hidden states and `Sequences`
+    inputs = {}  # block → hidden states and properties of the batch (lm.model.state.Sequences)
 
     def record_inputs(block, arguments):
         inputs[block] = arguments[:2]
@@ -64,12 +64,12 @@ def run_with_probe(
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(record_inputs).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
-    report = output.fixed_point
+    report = output.fixed_point  # its tensors are (n,1) and (n,1,t), for one sequence
     traces = [block.trace_tokens(*inputs[block]) for block in blocks]
-    indices = report.layers if report.layers is not None else list(range(len(blocks)))
+    indices = report.layers  # None if all layers are fixed points
     no_gate = torch.full(ids.shape, torch.nan)
     layers = LayerMeasurements(
-        indices=list(indices),
+        indices=list(range(len(blocks)) if indices is None else indices),
         iterations=report.token_iters[:, 0].cpu(),
         converged=report.converged[:, 0].cpu(),
         other_solution=report.other_solution[:, 0].cpu(),
@@ -80,6 +80,11 @@ def run_with_probe(
         decay=_stack_rows(trace.decay for trace in traces),
     )
     return output.logits[0].float(), layers
+
+
+def _list_fixed_point_blocks(model: PreTrainedModel) -> list:
+    """Return the blocks of all fixed-point layers; models of transformers have none."""
+    return model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
 
 
 def _stack_rows(values) -> torch.Tensor:
@@ -101,15 +106,16 @@ def score_predictions(logits: torch.Tensor, targets: list[int | None]) -> Predic
         raise InspectionError("the model's logits are NaN or infinite")
     losses, entropies, guesses = [], [], []
     for start in range(0, len(targets), CHUNK_TOKENS):
-        log_p = torch.log_softmax(logits[start : start + CHUNK_TOKENS], -1)
+        log_probs = torch.log_softmax(logits[start : start + CHUNK_TOKENS], -1)
         chunk = targets[start : start + CHUNK_TOKENS]
-        target_ids = torch.tensor([target or 0 for target in chunk], device=log_p.device)
-        has_no_target = torch.tensor([target is None for target in chunk], device=log_p.device)
-        loss = -log_p.gather(-1, target_ids[:, None])[:, 0]
+        # Without a target, use id 0 and replace the loss by NaN.
+        target_ids = torch.tensor([target or 0 for target in chunk], device=logits.device)
+        has_no_target = torch.tensor([target is None for target in chunk], device=logits.device)
+        loss = -log_probs.gather(-1, target_ids[:, None])[:, 0]
         losses.append(loss.masked_fill(has_no_target, torch.nan).cpu())
-        p = log_p.exp()
-        entropies.append(-torch.xlogy(p, p).sum(-1).cpu())
-        top = log_p.topk(min(GUESS_COUNT, log_p.shape[-1]), -1)
+        probs = log_probs.exp()
+        entropies.append(-torch.xlogy(probs, probs).sum(-1).cpu())
+        top = log_probs.topk(min(GUESS_COUNT, log_probs.shape[-1]), -1)
         for ids, probabilities in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True):
             guesses.append(list(zip(ids, probabilities, strict=True)))
     return Predictions(torch.cat(losses), torch.cat(entropies), guesses)
@@ -130,7 +136,7 @@ def name_guesses(
 
 
 def find_start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token before a text, as in lm-eval: BOS, or EOS for a tokenizer without BOS.
+    """Return the id of the token before a text, as in lm-eval: BOS, or EOS if there is no BOS.
 
     Return None for a tokenizer with neither.
     """
@@ -159,16 +165,18 @@ def encode(
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
         "input_ids"
     ]
-    max_tokens = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
-    if len(ids) > max_tokens:
-        raise InspectionError(
-            f"the text has {len(ids):,} tokens, but the model reads at most {max_tokens:,}"
-            " (max_position_embeddings): give a part of it"
-        )
     if not ids:
         raise InspectionError("the tokenizer returns no tokens for this text: give another text")
     start_token = find_start_token(tokenizer)
-    return ([] if start_token is None else [start_token]), list(ids)
+    start = [] if start_token is None else [start_token]
+    max_tokens = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
+    if len(start) + len(ids) > max_tokens:
+        raise InspectionError(
+            f"the text has {len(ids):,} tokens, but the model reads at most"
+            f" {max_tokens - len(start):,} (max_position_embeddings"
+            f"{', minus one for the start token' if start else ''}): give a part of the text"
+        )
+    return start, list(ids)
 
 
 def inspect_text(
@@ -204,6 +212,7 @@ def inspect_text(
         guesses=[[], *guesses[:-1]],
         next_guesses=guesses[-1],
         layers=layers,
+        # Without a start token, the first token has no loss: the losses do not cover all bytes.
         text_bytes=len(text.encode()) if start else None,
         has_start=bool(start),
         solver=model.solver(len(ids)) if hasattr(model, "solver") else "none",
@@ -213,7 +222,8 @@ def inspect_text(
 def describe_model(model: PreTrainedModel) -> str:
     """Return a short description of a model: layers, mixers, width and parameters."""
     config = model.config
-    blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
+    blocks = _list_fixed_point_blocks(model)
+    # `layers` lists different layers; without it, all layers are `block`.
     kind = getattr(config, "layers", None) or (config.block if blocks else config.model_type)
     mixers = sorted({f"mixer {block.config.mixer}" for block in blocks})
     layer_count = getattr(config, "num_hidden_layers", "unknown")

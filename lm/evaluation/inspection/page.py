@@ -65,7 +65,7 @@ def list_colourings(inspection: Measurements) -> list[dict]:
     colourings = []
     if inspection.layers is not None:
         iterations = inspection.layers.iterations
-        scale = {"low": 1, "high": max(float(iterations.max()), 2.0)}
+        scale = {"low": 1, "high": max(float(iterations.max()), 2.0)}  # ℓ* is at least 1
         if len(iterations) > 1:
             mean = iterations.double().mean(0).tolist()
             name = "ℓ*, mean over layers"
@@ -82,14 +82,16 @@ def list_colourings(inspection: Measurements) -> list[dict]:
 
 def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
     """Return facts about the model, the sequence and its scores, as pairs of name and value."""
-    token_count = f"{len(inspection.tokens) - inspection.has_start:,}"
+    start_count = 1 if inspection.has_start else 0
+    tokens = f"{len(inspection.tokens) - start_count:,}"
     if inspection.text_bytes is not None:
-        token_count += f", for {inspection.text_bytes:,} bytes of text"
-    facts = [("model", inspection.model), ("tokens", token_count)]
+        tokens += f", for {inspection.text_bytes:,} bytes of text"
+    facts = [("model", inspection.model), ("tokens", tokens)]
     if inspection.answers is not None:
-        needed = [answer for answer in inspection.answers if answer.right is not None]
-        right_count = sum(answer.predicted == answer.right for answer in needed)
-        value = f"{right_count} of {len(needed)}" if needed else "no token needs an answer"
+        gradings = [a.is_right for a in inspection.answers if a.is_right is not None]
+        value = "no token needs an answer"
+        if gradings:
+            value = f"{sum(gradings)} of {len(gradings)}"
         facts.append(("right answers", value))
     if inspection.scored_count:
         loss = inspection.mean_loss
@@ -112,18 +114,18 @@ def make_layer_rows(layers: LayerMeasurements, tokens: list[Token]) -> list[list
     """
     titles = ["layer", "mean ℓ*", "max ℓ*", "at token", "state norm", "gate a", "decay λ"]
     rows = [[*titles, "bisected", "grad_limited"]]
-    is_marked = find_other_solutions(
-        {"mean": layers.indices, "elsewhere": layers.other_solution.tolist()}
-    )
+    # In records of a run, the share of other solutions has the key "elsewhere".
+    has_other_solution = find_other_solutions({"elsewhere": layers.other_solution.tolist()})
     for i, index in enumerate(layers.indices):
         iterations = layers.iterations[i]
+        mark = OTHER_SOLUTION_MARK if has_other_solution[i] else ""
         position = int(iterations.argmax())
         note = "" if layers.converged[i] else ", not converged"
         gate = float(layers.gate[i].mean())
         rows.append(
             [
                 str(index),
-                f"{float(iterations.double().mean()):.1f}{OTHER_SOLUTION_MARK * is_marked[i]}",
+                f"{float(iterations.double().mean()):.1f}{mark}",
                 f"{int(iterations.max())}{note}",
                 f"{position}: {tokens[position].label}",
                 f"{float(layers.state_norm[i].mean()):.3g}",
@@ -137,8 +139,9 @@ def make_layer_rows(layers: LayerMeasurements, tokens: list[Token]) -> list[list
 
 
 def explain_mark(rows: list[list[str]]) -> str | None:
-    """Return the sentence that explains the mark after ℓ*, or None if no row has the mark."""
-    return OTHER_SOLUTION_NOTE if any(OTHER_SOLUTION_MARK in row[1] for row in rows) else None
+    """Return the sentence that explains the mark after a mean ℓ*, None if no row has the mark."""
+    has_mark = any(OTHER_SOLUTION_MARK in mean_iterations for _, mean_iterations, *_ in rows)
+    return OTHER_SOLUTION_NOTE if has_mark else None
 
 
 def _round_numbers(values: torch.Tensor) -> list[float | None]:

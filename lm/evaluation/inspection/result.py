@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lm.data.batches.text_bytes import bits_per_byte
+from lm.data.batches.text_bytes import bits_per_byte as to_bits_per_byte
 from lm.evaluation.inspection.tokens import Token
 
 
@@ -39,9 +39,9 @@ class LayerMeasurements:
     indices: list[int]  # (n,) indices of the layers in the model, from 0
     iterations: torch.Tensor  # (n,t) ℓ*: iterations of the paper's solver
     converged: torch.Tensor  # (n,) bool: the paper's solver reached its tolerance
-    other_solution: torch.Tensor  # (n,) share of tokens where it converged to another solution
+    other_solution: torch.Tensor  # (n,) share of tokens where its solution is not the model's
     bisected: torch.Tensor  # (n,) share of tokens that were solved by bisection
-    grad_limited: torch.Tensor  # (n,) share of tokens whose gradient may be limited
+    grad_limited: torch.Tensor  # (n,) share of tokens whose gradient may be shortened
     state_norm: torch.Tensor  # (n,t) ‖h_t‖₂ of the recurrent state after the token
     gate: torch.Tensor  # (n,t) mean of the mixer's gates a_t; NaN for a mixer without gates
     decay: torch.Tensor  # (n,t) mean of the factors on h_{t−1}
@@ -63,11 +63,11 @@ class Measurements:
     entropy: torch.Tensor  # (t,) nats, of the prediction; NaN at tokens without a prediction
     guesses: list[list[Guess]]  # (t,) five most likely predictions; [] without a prediction
     layers: LayerMeasurements | None  # None for a model without fixed-point layers
-    text_bytes: int | None = None  # UTF-8 bytes of the text, if all its tokens have a loss
+    text_bytes: int | None = None  # UTF-8 bytes of a text whose tokens all have a loss
     has_start: bool = False  # True if the first token is a BOS or EOS token before the text
     next_guesses: list[Guess] = field(default_factory=list)  # predictions after the last token
     answers: list[Answer] | None = None  # (t,) answers, for a synthetic task
-    solver: dict | str = "none"  # description of the solver
+    solver: dict | str = "none"  # settings of the solver; "none" without fixed-point layers
 
     @property
     def scored_count(self) -> int:
@@ -82,12 +82,12 @@ class Measurements:
     @property
     def perplexity(self) -> float:
         """Perplexity per token."""
-        return math.exp(min(self.mean_loss, 700.0))
+        return math.exp(min(self.mean_loss, 700.0))  # exp overflows above 709
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte; None without a text, or if its first token has no loss."""
-        return bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
+        """Bits per byte of the text; None if `text_bytes` is None."""
+        return to_bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
 
     def __repr__(self) -> str:
         return (

@@ -43,9 +43,9 @@ def show(inspection: Inspection, out: Path) -> None:
     if inspection.layers is None:
         say("note: this model has no fixed-point layer, and therefore no ℓ*")
     else:
-        rows = make_layer_rows(inspection.layers, inspection.tokens)
-        table = Table(*rows[0])
-        for row in rows[1:]:
+        titles, *rows = make_layer_rows(inspection.layers, inspection.tokens)
+        table = Table(*titles)
+        for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         say(table)
         if note := explain_mark(rows):
@@ -57,7 +57,7 @@ def show(inspection: Inspection, out: Path) -> None:
 def _format_tokens(inspection: Inspection) -> list[str]:
     """Return each token as text: for a synthetic task, as TOKEN=ANSWER, with ✓ or ✗."""
     if inspection.answers is None:
-        return [token.label + "\n" * token.ends_line for token in inspection.tokens]
+        return [token.label + ("\n" if token.ends_line else "") for token in inspection.tokens]
     marks = {True: "✓", False: "✗", None: ""}
     pairs = zip(inspection.tokens, inspection.answers, strict=True)
     return [f"{token.label}={answer.predicted}{marks[answer.is_right]} " for token, answer in pairs]

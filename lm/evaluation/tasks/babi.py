@@ -22,7 +22,7 @@ URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 DOWNLOAD = f"curl -L {URL} | tar -xz"
 FOLDER = "tasks_1-20_v1-2/en-valid"  # in the unpacked archive
 SPLITS = ("train", "valid", "test")
-TASKS = tuple(range(1, 21))
+TASKS = tuple(range(1, 21))  # numbers of the bAbI tasks
 PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1
 
 _WORD = re.compile(r"[.?]|[^\s.?]+")
@@ -99,7 +99,6 @@ def make_vocabulary(stories: Iterable[Story]) -> list[str]:
 
 
 def _parse(path: Path) -> list[list[Line]]:
-    """Return the stories of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:

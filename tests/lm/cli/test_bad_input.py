@@ -203,15 +203,13 @@ def test_full_disk_and_closed_pipe_as_output(python, output, message):
     assert done.stderr == message and (done.returncode == 1 or output == "| true"), done
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
-        *("train.micro_batch_size=1000000", "train.steps=1e23"),
-        *("data.seq_len=1e9", "model.vocab_size=1e10"),
-        "data.workers=100000",
-    ],
+TOO_LARGE = (
+    "train.threads=1e11 model.d_model=1e12 model.n_layer=1e9 engine.timeout_s=1e13 train.steps=1e23"
+    " train.micro_batch_size=1000000 data.seq_len=1e9 model.vocab_size=1e10 data.workers=100000"
 )
+
+
+@pytest.mark.parametrize("override", TOO_LARGE.split())
 def test_impossible_sizes_are_refused(capsys, override):
     key = override.partition("=")[0]
     pattern = rf"`{key}` is \S+: (it must be (less|a whole number)|.*exceeded maximum size)"

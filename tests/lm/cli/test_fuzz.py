@@ -6,6 +6,7 @@ docs/cluster.md. The environment variable FPRNN_FUZZ sets the number of inputs (
 
 import contextlib
 import io
+import itertools
 import os
 import random
 import re
@@ -31,7 +32,7 @@ EXIT_STATUSES = {0, 1, 2, 65, 71, 75, 76, 77, 78}
 TINY = ROOT / "configs/tiny/lm.yaml"
 TEXT = ROOT / "tests/data/tiny.jsonl"
 TINY_RUN = [TINY, f"data.path={TEXT}", "train.steps=1"]
-# Invalid or unusual values of keys, arguments and options.
+# Invalid or unusual values of keys, arguments and options, one kind per line.
 VALUES = [
     *("-1", "0", "1", "3", "1e23", "1e400", "-1e-300", "1e-300", "0.5", "nan", "inf", "1_000"),
     *("9" * 20, "9" * 5000, "0x10", "0b_", "65537", "1000000", "true", "null", "on", "'on'"),
@@ -106,7 +107,7 @@ def list_commands(folders: Folders, out: Path) -> dict[str, list[Command]]:
 
 def make_bad_argument(rng: random.Random, folders: Folders, out: Path) -> Command:
     """Return a command with one bad argument. It is no training: other functions vary its keys."""
-    commands = [c for of_folder in list_commands(folders, out).values() for c in of_folder]
+    commands = list(itertools.chain(*list_commands(folders, out).values()))
     module, (command, *words) = rng.choice(commands)
     while command == "train":
         module, (command, *words) = rng.choice(commands)
@@ -145,17 +146,17 @@ def damage(rng: random.Random, file: Path) -> None:
     i = rng.randrange(len(raw) + 1)
     junk = rng.choice(JUNK)
     numbers = list(re.finditer(rb"-?\d+(\.\d+)?(e[-+]?\d+)?", raw)) if b"\0" not in raw else []
-    results = [junk, raw[:i], raw[:i] + junk + raw[i:], raw[:i] + junk + raw[i + len(junk) :]]
+    inserted, overwritten = raw[:i] + junk + raw[i:], raw[:i] + junk + raw[i + len(junk) :]
+    results = [junk, raw[:i], inserted, overwritten]
     if numbers:  # four times as likely: the rest of the text stays valid
         number = rng.choice(numbers)
         results += [raw[: number.start()] + junk + raw[number.end() :]] * 4
     file.write_bytes(rng.choice(results))
 
 
-MAKERS = (
-    *(make_bad_overrides, make_bad_overrides, make_bad_argument),
-    *(damage_folder, damage_folder, damage_training_inputs),
-)
+# The test uses them in turn; those with the most possible inputs are listed twice.
+MAKERS = [make_bad_overrides] * 2 + [make_bad_argument]
+MAKERS += [damage_folder] * 2 + [damage_training_inputs]
 
 
 def find_fault(status: int, output: str, errors: str) -> str:
@@ -172,16 +173,16 @@ def find_fault(status: int, output: str, errors: str) -> str:
 
 
 MAINS = {"lm": lm.cli.main.main, "synthetic": synthetic.cli.main}
-SMALL = (
-    *("model.d_model=8", "train.steps=2", "train.batch_size=2", "train.length=3", "thresholds=[]"),
-    *("train.curriculum=null", "train.adversarial_noise=0", "eval.lengths=3", "eval.examples=2"),
+SHORT_TRAINING = (
+    "model.d_model=8 train.steps=2 train.batch_size=2 train.length=3 train.curriculum=null"
+    " train.adversarial_noise=0 eval.lengths=3 eval.examples=2 thresholds=[]"
 )
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_run, small_export, tmp_path_factory):
     out = f"out_dir={tmp_path_factory.mktemp('synthetic')}"
-    cfg = config.load(ROOT / "configs/synthetic/small/s3.yaml", [*SMALL, out])
+    cfg = config.load(ROOT / "configs/synthetic/small/s3.yaml", [*SHORT_TRAINING.split(), out])
     train(cfg)
     run = tmp_path_factory.mktemp("run") / "tiny"
     shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("hf"))

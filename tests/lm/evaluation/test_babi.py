@@ -134,7 +134,7 @@ def test_crlf_and_missing_supporting_lines_are_accepted(folder):
 
 def test_documents_end_with_the_question(folder):
     stories = [lines for _, lines in babi.read_lines(folder, "test", [4])]
-    documents = lm_eval_stories.make_documents(stories, ["a"], 99, "seed")
+    documents = lm_eval_stories.make_documents(stories, ["a"], count=99, seed="seed")
     assert len(documents) == 4  # every question once
     assert len({(d["context"].split("\n")[-1], d["question"]) for d in documents}) == 4
     contexts = {lm_eval_stories.format_story(story) for story in stories}
@@ -143,8 +143,8 @@ def test_documents_end_with_the_question(folder):
         assert 1 <= len(other_stories) <= 2 and set(other_stories) < contexts
         end = f"{last_story} {document['question']} {document['answer']}."
         assert any(story.startswith(end) for story in contexts) and end not in other_stories
-    assert documents == lm_eval_stories.make_documents(stories, ["a"], 99, "seed")
-    assert documents[:2] == lm_eval_stories.make_documents(stories, ["a"], 2, "seed")
+    assert documents == lm_eval_stories.make_documents(stories, ["a"], count=99, seed="seed")
+    assert documents[:2] == lm_eval_stories.make_documents(stories, ["a"], count=2, seed="seed")
 
 
 def make_manager(**metadata):

@@ -162,10 +162,9 @@ TaskManager.__init__ = functools.partialmethod(init, include_defaults=False)
 @pytest.mark.parametrize("setup", [FEW_TASKS, slow("")], ids=["few", "all"])
 def test_lm_eval_command_line_runs_our_tasks(checkpoint, tmp_path, setup):
     arguments = (
-        *("--model", "hf", "--model_args", f"pretrained={checkpoint}"),
-        *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
-        *("--device", "cpu", "--limit", "5", "--output_path", str(tmp_path / "out")),
-    )
+        f"--model hf --model_args pretrained={checkpoint} --tasks catbabi_mini,catbabi_mini_gen"
+        f" --include_path {TASKS_DIR} --device cpu --limit 5 --output_path {tmp_path}/out"
+    ).split()
     code = f"{setup}\nfrom lm_eval.__main__ import cli_evaluate\ncli_evaluate()"
     run = PLAIN_FORKS.run("-c", [code, *arguments], timeout=300)
     assert run.returncode == 0, run.stderr

@@ -243,6 +243,15 @@ def test_invalid_texts_are_refused(tokenizer, text, message):
         measure.inspect_text(make_model("resets"), tokenizer, text, "x")
 
 
+def test_text_and_start_token_fill_the_model_at_most(tokenizer):
+    model = make_model("resets")
+    model.config.max_position_embeddings = 4
+    start, ids = measure.encode(model, tokenizer, "abc")
+    assert len(start) + len(ids) == 4
+    with pytest.raises(UserError, match="4 tokens, but the model reads at most 3 "):
+        measure.encode(model, tokenizer, "abcd")
+
+
 def test_spelled_special_token_is_tokenized_as_text(tokenizer):
     start, ids = measure.encode(make_model("resets"), tokenizer, "<eos>")
     assert start == [START] and len(ids) == 5

@@ -11,7 +11,8 @@ from lm.data.sources import traces
 from lm.evaluation.tasks import TASKS_DIR
 from lm.evaluation.tasks.catbabi_mini import stories
 
-TRACES = {"a5": (4, 16, 64, 256), "repl": (4, 16, 64), "s3": (4, 16, 64, 256)}
+# Name of the tag after "traces_" → numbers of elements between question and fact, one per task.
+GAPS = {"a5": (4, 16, 64, 256), "repl": (4, 16, 64), "s3": (4, 16, 64, 256)}
 
 
 def test_shipped_documents_are_unchanged():
@@ -38,22 +39,21 @@ def test_lm_eval_finds_the_tasks_and_tags():
         "catbabi_mini_gen",
         *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
         "text_local",
-        *sorted(f"traces_{source}_{gap}" for source, gaps in TRACES.items() for gap in gaps),
+        *sorted(f"traces_{source}_{gap}" for source, gaps in GAPS.items() for gap in gaps),
     ]
     assert manager.all_groups == ["catbabi_qa"]
-    assert manager.all_tags == ["catbabi", *(f"traces_{source}" for source in sorted(TRACES))]
+    assert manager.all_tags == ["catbabi", *(f"traces_{source}" for source in sorted(GAPS))]
 
 
-@pytest.mark.parametrize("source", TRACES)
+@pytest.mark.parametrize("source", GAPS)
 def test_traces_in_lm_eval_equal_the_data_source(source):
     loaded = make_manager().load([f"traces_{source}"])["tasks"]
-    assert set(loaded) == {f"traces_{source}_{gap}" for gap in TRACES[source]}
+    assert set(loaded) == {f"traces_{source}_{gap}" for gap in GAPS[source]}
     config = Traces(form="repl") if source == "repl" else Traces(group=source.upper())
     for name, task in loaded.items():
         _, _, gap = name.rpartition("_")
-        documents = list(task.eval_docs)
-        assert len(documents) == 500
-        for document, turn in zip(documents, traces.iter_questions(config, int(gap), 20)):
+        documents, turns = list(task.eval_docs), traces.iter_questions(config, int(gap), count=500)
+        for document, turn in zip(documents, turns, strict=True):
             request = task.construct_requests(document, task.doc_to_text(document))
             assert request.args == (turn.question, turn.answer)
 
@@ -66,14 +66,14 @@ def test_catbabi_mini_in_lm_eval_is_balanced():
         assert len(documents) == 200
         for document in documents:
             assert task.doc_to_text(document) == document["context"] + " " + document["question"]
-    choice_counts = Counter()
+    documents_by_choice_count = Counter()
     for document in choice.eval_docs:
         choices = choice.doc_to_choice(document)
         assert choices[choice.doc_to_target(document)] == document["answer"]
         assert len(set(choices)) == len(choices)
         assert generate.doc_to_target(document) == document["answer"]
-        choice_counts[len(choices)] += 1
-    assert choice_counts == {6: 100, 4: 50, 2: 50}
+        documents_by_choice_count[len(choices)] += 1
+    assert documents_by_choice_count == {6: 100, 4: 50, 2: 50}
     # Few-shot examples come from another split.
     texts = {choice.doc_to_text(d) for d in choice.eval_docs}
     examples = list(choice.fewshot_docs())

@@ -84,7 +84,8 @@ def test_run_with_missing_or_damaged_files_has_a_card(tiny_run, tmp_path):
 
 def test_card_of_a_baseline_cites_no_paper(tmp_path):
     config = FPRNNConfig(vocab_size=16, d_model=8, n_layer=1, d_state=2, layers="mamba")
-    out = write_export(FPRNNForCausalLM(config), tmp_path / "hf", None, "mine", "From elsewhere.")
+    model = FPRNNForCausalLM(config)
+    out = write_export(model, tmp_path / "hf", tokenizer=None, name="x", origin="From elsewhere.")
     text = read_card(out).text
     assert "From elsewhere." in text and "Paper" not in text and "## Training" not in text
 

@@ -45,7 +45,7 @@ class FakeRun:
     def write(self, name, value, age_s=0.0):
         path = self.path / name
         path.write_text(value if isinstance(value, str) else json.dumps(value))
-        os.utime(path, (NOW - age_s,) * 2)
+        os.utime(path, (NOW - age_s,) * 2)  # times of access and modification
 
     def write_lease(self, age_s=1.0, **holder):
         self.write("lease.json", {"host": "n7", "pid": 4711, "job": "12", **holder}, age_s)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 
+FEWSHOT_COUNT = 40  # documents from which lm-eval draws few-shot examples
+
+
 def format_story(story: list[babi.Line]) -> str:
     """Return a story with its answers: "John went home. Where is John? home."."""
     return " ".join(
@@ -48,8 +51,8 @@ def make_documents(
     for story_index, line_index in rng.sample(questions, len(questions))[:count]:
         story, question = stories[story_index], stories[story_index][line_index]
         others = [i for i in range(len(stories)) if i != story_index]
-        context = rng.sample(others, min(rng.randint(1, 2), len(others)))
-        lines = [format_story(stories[i]) for i in context]
+        context_indices = rng.sample(others, min(rng.randint(1, 2), len(others)))
+        lines = [format_story(stories[i]) for i in context_indices]
         if line_index > 0:
             lines.append(format_story(story[:line_index]))
         documents.append(
@@ -66,10 +69,15 @@ def make_documents(
 def load(
     qa: int, data: str | None = None, num_docs: int = 200, seed: int = 2026, **_: object
 ) -> DatasetDict:
-    """Return lm-eval's `custom_dataset` for the bAbI task number `qa`.
+    """Return lm-eval's `custom_dataset` for the bAbI task with the number `qa`.
 
     The split `test` is scored, and `train` has few-shot examples. The choices of a question are
-    all answers of its bAbI task, from all splits.
+    all answers of its bAbI task, from all splits. Other keywords of lm-eval are ignored.
+
+    Args:
+        data: Folder of the bAbI files; None: the environment variable FPRNN_BABI names it.
+        num_docs: Maximum number of documents in `test`.
+        seed: Seed of the choice and order of questions and context stories.
 
     Raises:
         babi.BabiError: If no folder is named, or files are missing in it.
@@ -83,13 +91,13 @@ def load(
             f" which is not set; `{babi.DOWNLOAD}` makes {babi.FOLDER}"
         )
     folder = os.path.expanduser(data)
-    stories = {
-        split: [story for _, story in babi.read_lines(folder, split, [qa])] for split in babi.SPLITS
-    }
+    stories = {}
+    for split in babi.SPLITS:
+        stories[split] = [lines for _task, lines in babi.read_lines(folder, split, tasks=[qa])]
     lines = [line for split in babi.SPLITS for story in stories[split] for line in story]
     choices = sorted({line.answer for line in lines if line.answer})
     documents = {
         split: make_documents(stories[split], choices, count, f"{seed}/{qa}/{split}")
-        for split, count in (("test", num_docs), ("train", 40))
+        for split, count in (("test", num_docs), ("train", FEWSHOT_COUNT))
     }
     return DatasetDict({split: Dataset.from_list(docs) for split, docs in documents.items()})
