@@ -50,11 +50,11 @@ class EmulatedKernels:
         sizes = (ctypes.c_int * 4)()
         self.library.get_sizes(sizes)
         self.mail_words, self.forward_bytes, self.backward_bytes, self.items = sizes
-        self.late = torch.zeros(1, dtype=torch.int32)
+        self.alarm_tensor = torch.zeros(1, dtype=torch.int32)
         assert self.library.cell_bytes() == PACKED.size
 
     def alarm(self, like):
-        return self.late
+        return self.alarm_tensor
 
     def run(self, is_backward, cell, like):
         reason = ctypes.create_string_buffer(REASON_BYTES)

@@ -24,8 +24,8 @@ from lm.common.errors import UserError
 # the kernels: an exported model has a copy of scan.py, which may be older or newer.
 INTERFACE = ("fprnn-kernels", 5)
 
-# Backend → operation → module. The first backend is preferred. If a backend lacks an operation,
-# another backend computes it.
+# Backend → operation → module in lm.kernels. Earlier backends are preferred. If a backend lacks an
+# operation, another backend computes it.
 MODULES = {
     "cpu": {
         "selective_scan": "cpu.scan",
@@ -45,7 +45,8 @@ MODULES = {
         "short_conv": "mamba_ssm.conv",
     },
 }
-# Whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip, gate) → the scan in it.
+# Operation that computes the whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip,
+# gate) → operation that computes only its scan.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
 OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
 BACKENDS_WITHOUT_FP64 = ("triton", "cuda", "mamba_ssm")
@@ -152,8 +153,8 @@ def _list_backends(operation, device_type, requested):
     """
     if requested == "plain":
         return []
-    # If the requested backend has the scan of a fused operation, it is used instead of the fused
-    # operation of another backend.
+    # If the requested backend lacks a fused operation but has its scan, the layer uses that scan,
+    # and no backend may compute the fused operation.
     requested_operations = MODULES.get(requested, {})
     if operation not in requested_operations and FUSED.get(operation) in requested_operations:
         return []
@@ -168,8 +169,8 @@ def _list_backends(operation, device_type, requested):
     return sorted(backends, key=lambda backend: backend != requested)
 
 
-def _load_on_gpu(device_type, operations):
-    """Fill the cache of `_load_checked` for all modules of GPU backends, in parallel.
+def _check_gpu_modules(device_type, operations):
+    """Fill the cache of `_load_checked` for all modules that run on a GPU, in parallel.
 
     A self-check compiles its kernels, and Triton's compiler releases the GIL for about 9 of 11 s.
     Modules are imported one after the other, because packages may have circular imports.
@@ -177,15 +178,15 @@ def _load_on_gpu(device_type, operations):
     requested = requested_backend()
     # Module → arguments of `_load_checked`. A module with several operations is checked in one
     # thread, because Triton's autotuner is not thread-safe.
-    loads: dict[str, tuple[str, str]] = {}
+    checks: dict[str, tuple[str, str]] = {}
     for operation in operations:
         for backend in _list_backends(operation, device_type, requested):
             if _get_device_type(backend) == "cuda" and _import(backend, operation)[0] is not None:
-                loads.setdefault(MODULES[backend][operation], (backend, operation))
-    if not loads:
+                checks.setdefault(MODULES[backend][operation], (backend, operation))
+    if not checks:
         return
     # The first check initializes CUDA and Triton, so the others start after it.
-    first, *others = loads.values()
+    first, *others = checks.values()
     _load_checked(*first)
     if others:
         run_in_clean_threads(*(functools.partial(_load_checked, *pair) for pair in others))
@@ -282,7 +283,7 @@ def choose_backends(
     Raises:
         BackendError: If FPRNN_KERNELS names a backend that cannot run here.
     """
-    _load_on_gpu(device_type, operations)
+    _check_gpu_modules(device_type, operations)
     requested = requested_backend()
     return {
         operation: tuple(_find_working(operation, device_type, requested))
@@ -303,12 +304,12 @@ def describe_backends(device_type: str = "cpu", operations: Sequence[str] = OPER
     requested = requested_backend()
     if requested == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
-    _load_on_gpu(device_type, operations)
-    choices: list[str] = []  # such as "cell triton"
+    _check_gpu_modules(device_type, operations)
+    choices: list[str] = []  # such as "cell triton", or "cell triton or cpu"
     failures: dict[str, dict[str, list[str]]] = {}  # backend → reason → operations
     for operation in operations:
         backends = _list_backends(operation, device_type, requested)
-        checked = backends
+        checked = backends  # backends whose failures are reported
         if operation in MODULES.get(requested, ()) and requested not in backends:
             checked = [*backends, requested]  # for another device: print the reason
         reasons = {backend: _load_checked(backend, operation)[1] for backend in checked}
@@ -320,13 +321,14 @@ def describe_backends(device_type: str = "cpu", operations: Sequence[str] = OPER
                 failures.setdefault(backend, {}).setdefault(reason, []).append(operation)
     notes = []
     for backend, failed_by_reason in failures.items():
-        count = len(set(MODULES[backend]) & set(operations))
+        operation_count = len(set(MODULES[backend]) & set(operations))
         failed_count = sum(map(len, failed_by_reason.values()))
-        is_one_reason_for_all = len(failed_by_reason) == 1 and failed_count == count
+        has_failed = failed_count == operation_count
+        is_one_reason_for_all = has_failed and len(failed_by_reason) == 1
         for reason, failed in failed_by_reason.items():
             suffix = "" if is_one_reason_for_all else f" for {' and '.join(failed)}"
             notes.append(f"{backend}{suffix}: {reason}")
-        if backend == requested and failed_count == count:
+        if backend == requested and has_failed:
             raise BackendError(
                 f"FPRNN_KERNELS names a backend that cannot be used: {'; '.join(notes)}"
             )

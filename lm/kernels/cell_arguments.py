@@ -5,9 +5,9 @@ token t, given y_{t−1} and the state h_{t−1}, they solve (docs/model.md deri
 
     row = raw_t + [W_y y_{t−1}, 0]                  its parts: vectors, gates, B and C (see Layout)
           (with centroids c_i: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
-    u_i = nrm(act(vector_i)), the rows of U         nrm(v) = v / max(‖v‖, eps)
+    u_i = nrm(act(vector_i)), the rows of U         nrm(z) = z / max(‖z‖, eps)
     a = scale · σ(gates)                            T (r,r) from a: householder or dplr
-    (I − Q) v = Uᵀ T U v                            x̃(s) = x + Uᵀ T (s − U x) = Q x + (I − Q) y
+    I − Q = Uᵀ T U                                  x̃(s) = x + Uᵀ T (s − U x) = Q x + (I − Q) y
     v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     γ = dt (B·C) + D
     s = U norm(v(s))                                r equations for the unknown s = U y_t
     y_t = norm(v(s));  h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃(s)) Bᵀ
@@ -89,8 +89,8 @@ class CellArguments(NamedTuple):
         h0: State before the first token, FP-Mamba-1: (b,d,n); FP-Mamba-2: (b,heads,d/heads,n);
             zero if None.
         adjoint: Tensor (b,) into which the backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖; or
-            None. ∂y_t is the gradient of the output y_t; λ_t also has the gradient that the next
-            token gives to y_t through W_y.
+            None. ∂y_t is the gradient of the output y_t; λ_t is ∂y_t plus the gradient that the
+            next token gives to y_t through W_y.
         readout: Centroids; None if y_{t−1} is read directly.
     """
 
@@ -113,7 +113,7 @@ class CellArguments(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The layer that is solved: "mamba1", "mamba2" or "rnn"."""
+        """The layer that is solved, which the dimensions of A tell; see `expected_shapes`."""
         return {1: "mamba2", 2: "mamba1", 3: "rnn"}[self.A.dim()]
 
 
@@ -230,7 +230,8 @@ def check_sizes(arguments: CellArguments) -> Sizes:
         ValueError: If an option is unknown, or if sizes do not fit together.
     """
     kind, layout, options = arguments.kind, arguments.layout, arguments.options
-    (b, length, d), heads, n = arguments.x.shape, 1, 1
+    b, length, d = arguments.x.shape
+    heads, n = 1, 1  # FP-RNN has one state per channel
     if kind == "mamba2":
         heads, n = len(arguments.A), _count_states(arguments)
     elif kind == "mamba1":
@@ -267,10 +268,10 @@ def _check_layout(layout, options, kind, d, n, heads, columns, y_columns):
 def fits_a_gpu(r: int, d: int) -> bool:
     """Return whether a GPU's kernel can solve tokens with r reflections of d channels."""
 
-    def padded(size):
+    def round_up(size):  # to a power of two: Triton has no other blocks
         return 1 << (size - 1).bit_length()
 
-    return r <= MAX_REFLECTIONS and padded(r) * padded(d) <= MAX_GPU_ENTRIES
+    return r <= MAX_REFLECTIONS and round_up(r) * round_up(d) <= MAX_GPU_ENTRIES
 
 
 def _count_states(arguments):

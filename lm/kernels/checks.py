@@ -1,4 +1,4 @@
-"""Self-checks of the kernels: small problems, with loops in plain PyTorch as references.
+"""Self-checks of the kernels: small problems that loops in plain PyTorch solve as well.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections.
 """
@@ -16,7 +16,7 @@ from lm.kernels.cell_arguments import CellArguments, Layout, Options
 
 FAILED = 1  # as in lm/model/solver.py
 MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
-# Factor on α and β of an equation, so that Picard's iteration does not converge.
+# Factor on α and Β of an equation for which Picard's iteration should not converge.
 PICARD_FAILS_SCALE = 30.0
 
 
@@ -38,11 +38,14 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
             return self_check()
 
     try:
-        (error,) = run_in_clean_threads(check)
-    except Exception as wrong:  # Triton, its compiler and the driver raise many types
-        return f"{kernels} fail: {type(wrong).__name__}: {str(wrong)[-500:]}"
-    if not error < 1:
-        return f"{kernels} compute something else than plain PyTorch: {error:.1e} × allowed"
+        (relative_error,) = run_in_clean_threads(check)
+    except Exception as error:  # Triton, its compiler and the driver raise many types
+        return f"{kernels} fail: {type(error).__name__}: {str(error)[-500:]}"
+    if not relative_error < 1:  # NaN is a fault as well
+        return (
+            f"{kernels} differ from plain PyTorch by {relative_error:.1e} times the allowed"
+            " difference"
+        )
     return ""
 
 
@@ -69,7 +72,8 @@ def deviation(ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) 
     Args:
         ours: Tensors of the kernels.
         theirs: Tensors of the reference.
-        allowed: Allowed difference, relative to the largest entry of each tensor.
+        allowed: Allowed difference, relative to each tensor's largest entry in `theirs` (to 1e-3 if
+            that entry is smaller).
 
     Returns:
         The deviation: above 1 if the difference is not allowed, NaN if a tensor contains NaN.
@@ -119,14 +123,16 @@ def loop_over_time(
 
 def scan_deviation(scan: Callable[..., Any], dtype: torch.dtype = torch.float32) -> float:
     """Return the `deviation` of a selective scan from `loop_over_time`, gradients included."""
-    x, dt = torch.linspace(0, 1, 2 * 5 * 19, dtype=dtype).reshape(2, 1, 5, 19)
-    A = -torch.linspace(0.1, 9, 19 * 3, dtype=dtype).reshape(19, 3)
-    B, C = torch.linspace(-1, 1, 2 * 5 * 3, dtype=dtype).reshape(2, 1, 5, 3)
+    b, length, d, n = 1, 5, 19, 3
+    x, dt = torch.linspace(0, 1, 2 * length * d, dtype=dtype).reshape(2, b, length, d)
+    A = -torch.linspace(0.1, 9, d * n, dtype=dtype).reshape(d, n)
+    B, C = torch.linspace(-1, 1, 2 * length * n, dtype=dtype).reshape(2, b, length, n)
+    h0 = A[None]
 
     def loss(y, h):
         return y.sum() + h.sum()
 
-    return gradient_deviation(scan, loop_over_time, (x, dt, A, B, C, A[None]), loss, 1e-4)
+    return gradient_deviation(scan, loop_over_time, (x, dt, A, B, C, h0), loss, 1e-4)
 
 
 def cell_deviation(
@@ -190,7 +196,7 @@ def _iterate_tokens(raw, weight_y, x, dt, A, gate, D, weight, bias):
         h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h
         history = (h * C.unsqueeze(1)).sum(-1)
         gamma = dt[:, t] * (B * C).sum(-1, keepdim=True) + D
-        for _ in range(40):  # until it has converged
+        for _ in range(40):  # enough to converge
             moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
             mixed = x[:, t] + moved * u
             y = layer_norm(gate[:, t] * (history + gamma * mixed), (d,), weight, bias, 1e-5)
@@ -226,9 +232,9 @@ def roots_deviation(search: Callable[..., Any], dtype: torch.dtype) -> float:
         )
         s_column = s.double().unsqueeze(-1)
         slant = gamma1 + (gamma2 @ s_column).squeeze(-1)
-        square = gamma0 + ((gamma1 + slant) * s).sum(-1)
+        radicand = gamma0 + ((gamma1 + slant) * s).sum(-1)
         numerator = alpha + (beta @ s_column).squeeze(-1)
-        phi = numerator * square.rsqrt().unsqueeze(-1) + delta
+        phi = numerator * radicand.rsqrt().unsqueeze(-1) + delta
         error = (phi - s).abs() / (1 + phi.abs())
         errors.append(torch.where((outcome != FAILED).unsqueeze(-1), error, torch.inf).max())
     return torch.stack(errors).max().item() / 1e-4

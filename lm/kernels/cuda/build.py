@@ -18,7 +18,7 @@ import torch
 
 from lm.kernels import Unsupported
 from lm.kernels.cpu.build import compute_checksum, open_cache_folder
-from lm.kernels.cuda.interface import PACKED, TEAM_SEQUENCES, Partition
+from lm.kernels.cuda.interface import PACKED, SMALL_ROWS, STATES, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
 SOURCE = "kernels.cu"
@@ -30,6 +30,7 @@ STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by st
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
 MAX_CREWS = 2  # of a block: a third one would leave 85 registers per thread
+MIN_BLOCKS = 3  # of a group: a block multiplies at most 16 of the 33 small rows (team.h)
 # Shared memory of a crew (CrewMemory in team.h): a constant part, and a part per channel.
 CREW_BYTES, CREW_BYTES_PER_CHANNEL = 4_700, 356
 
@@ -118,10 +119,12 @@ def _load_cubin(partition, capability):
 
 def estimate_shared_bytes(d: int, channels: int, crews: int) -> int:
     """Return an upper bound of the shared memory of a block, in bytes."""
-    small_rows = math.ceil(33 / (d // channels))
-    entries = channels * (d + 8) + max(small_rows * (d + 8), 33 * channels)
-    crew = CREW_BYTES + CREW_BYTES_PER_CHANNEL * channels
-    return 2 * entries + 16 + crews * crew + channels * 16 * 4
+    # As FORWARD_WEIGHT_BYTES, BACKWARD_WEIGHT_BYTES and REST_BYTES in team.h.
+    small_rows_per_block = math.ceil(SMALL_ROWS / (d // channels))
+    stride = d + 8
+    entries = channels * stride + max(small_rows_per_block * stride, SMALL_ROWS * channels)
+    crew_bytes = CREW_BYTES + CREW_BYTES_PER_CHANNEL * channels
+    return 2 * entries + 16 + crews * crew_bytes + channels * STATES * 4
 
 
 def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) -> Partition | None:
@@ -137,19 +140,20 @@ def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) ->
         The partition, or None if W_y does not fit into the shared memory of the GPU.
     """
     candidates = []
-    for channels, crews in itertools.product(range(16, d // 3 + 1, 16), range(1, MAX_CREWS + 1)):
-        groups = multiprocessors // (d // channels)
-        if d % channels or not groups:
+    channel_counts = range(16, d // MIN_BLOCKS + 1, 16)
+    for channels, crews in itertools.product(channel_counts, range(1, MAX_CREWS + 1)):
+        max_groups = multiprocessors // (d // channels)
+        if d % channels or not max_groups:
             continue
         if estimate_shared_bytes(d, channels, crews) > shared_bytes:
             continue
-        groups = min(groups, math.ceil(b / crews))
+        groups = min(max_groups, math.ceil(b / crews))
         capacity = groups * crews * TEAM_SEQUENCES
         launches = math.ceil(b / capacity)
         team_sequences = math.ceil(min(b, capacity) / (groups * crews))
-        work = channels * crews * team_sequences
+        block_work = channels * crews * team_sequences
         partition = Partition(d, channels, WARPS, crews, groups)
-        candidates.append(((launches, work, crews, channels), partition))
+        candidates.append(((launches, block_work, crews, channels), partition))
     return min(candidates)[1] if candidates else None
 
 
@@ -163,12 +167,12 @@ class GpuKernels:
         capability = torch.cuda.get_device_capability(device)
         module = _check(driver.cuModuleLoadData(_load_cubin(partition, capability)), driver)
         self.mail_words, *shared, self.items = self._read_sizes(module)
-        self.shared_bytes = dict(zip((False, True), shared))
+        self.shared_bytes = dict(zip((False, True), shared))  # by `is_backward`, as `functions`
         self.threads = partition.crews * partition.warps * 32
         self.functions = {}
         for is_backward, name in ((False, b"cell_forward_kernel"), (True, b"cell_backward_kernel")):
             function = _check(driver.cuModuleGetFunction(module, name), driver)
-            self._allow(function, self.shared_bytes[is_backward])
+            self._reserve_shared_memory(function, self.shared_bytes[is_backward])
             self.functions[is_backward] = function
         self._module = module  # unloaded only with the process
 
@@ -180,7 +184,7 @@ class GpuKernels:
         _check(self.driver.cuMemcpyDtoH(ctypes.addressof(sizes), address, size), self.driver)
         return tuple(sizes)
 
-    def _allow(self, function, shared_bytes):
+    def _reserve_shared_memory(self, function, shared_bytes):
         """Permit a kernel its shared memory, and check that one block fits a multiprocessor."""
         attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(self.driver.cuFuncSetAttribute(function, attribute, shared_bytes), self.driver)

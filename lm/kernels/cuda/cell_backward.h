@@ -4,9 +4,9 @@
 // vectors are numbers. Each block has in shared memory the columns of W_y of its channels, so that it
 // can compute its part of W_yᵀ d_row. A token:
 //
-//   1. Of the last token of a chunk: the states of the chunk are recomputed from its checkpoint into
-//      p.H. The token's vectors are recomputed from its record.
-//   2. λ = ∂y + keep W_yᵀ d_row, with the row of the next token.
+//   1. At the last token of a chunk, the states of the chunk are recomputed from its checkpoint into
+//      cell.H. The token's vectors are recomputed from its record.
+//   2. λ = ∂y + keep W_yᵀ d_row: ∂y is the gradient of the output y, d_row and keep are the next token's.
 //   3. Sums over channels are exchanged (mail.sums): five with λ, and the gradient of B.
 //   4. Every block computes η, the gradient of the root; then its part of d_row, which is sent
 //      (mail.vectors) with the gradient of C and of B·C (mail.late_sums).
@@ -14,7 +14,7 @@
 //   6. The row's gradient and the late sums of all blocks arrive. The block multiplies them with its
 //      columns of W_y.
 //
-// One buffer per kind of mail is enough, for the same reason as in cell_forward.h: a block sends sums
+// Each kind of mail has one buffer, for the same reason as in cell_forward.h: a block sends sums
 // of a token only after it has read all vectors and late sums of the next one, and it sends vectors
 // and late sums only after it has read all sums of this token.
 
@@ -22,57 +22,68 @@
 
 #include "cell_forward.h"
 
-// Sums over channels of one sequence, in the order of the words that carry them.
-enum BackwardSum { L, LN, LM, V_STATE, LL, D_B };  // D_B: STATES entries
-enum LateSum { D_BC = 0, D_C = 1 };                // D_C: STATES entries
-static_assert(D_B + STATES <= 3 * WORDS_OF_BACK_SUMS && D_C + STATES <= 3 * WORDS_OF_LATE_SUMS);
+// Sums over channels of one sequence, in the order of the words that carry them. w, n and m as for Record;
+// μ is the gradient of the state after the token.
+// Terms: L w λ, LN w λ n, LM w λ m, V_STATE v dt (μ B), LL λ². D_B: gradient of B, STATES entries.
+enum BackwardSum { L, LN, LM, V_STATE, LL, D_B };
+enum LateSum { D_BC = 0, D_C = 1 };  // gradients of B·C, and of C, STATES entries
+static_assert(D_B + STATES <= 3 * BACKWARD_SUM_WORDS && D_C + STATES <= 3 * LATE_SUM_WORDS);
 
-// Numbers of a sequence's token that all its channels read.
-enum Scalar { ETA, MEAN_LAMBDA, ALONG_LAMBDA, MIX_WEIGHT, D_UX, DOTS, D_GATE_ENTRY, U_D_MIXED };
+// Numbers of a sequence's token that all its channels read. λ + η u is the gradient of y with s constant.
+enum Scalar {
+    ETA,
+    MEAN_LAMBDA,   // mean of w (λ + η u); 0 for RMSNorm
+    ALONG_LAMBDA,  // mean of w (λ + η u) n
+    MIX_WEIGHT,    // a (s − u·x), in x̃ = x + MIX_WEIGHT · u
+    D_UX,          // gradient of u·x
+    DOTS,          // u · (gradient of u); 0 if v is shorter than eps, so that u has no fixed length
+    D_GATE_ENTRY   // gradient of the row's gate
+};
 
-// The vectors of the current token, of the items of a lane.
+// Values of a lane, for each item of its warp. Those without a comment are of the current token.
 struct BackwardItems {
-    float mu[ITEMS][4];  // gradient of the state
-    float carried[ITEMS];
+    float mu[ITEMS][4];    // gradients of the lane's four states
+    float carried[ITEMS];  // keep W_yᵀ d_row of the next token
     float ungated[ITEMS], normed[ITEMS], mu_B[ITEMS], lambda[ITEMS];
     float dD[ITEMS], d_weight[ITEMS], d_bias[ITEMS], dA[ITEMS][4];  // sums over tokens
 };
 
-// Copy the columns of W_y of this block's channels, transposed, and those of the small rows.
-DEVICE void load_weight_columns(const Cell &p, const Member &me, uint16_t *small_weight) {
+// Copy the columns of W_y for this block's channels: transposed for the vector's rows, into me.weight;
+// as they are for the small rows, into small_weight.
+DEVICE void load_weight_columns(const Cell &cell, const Member &me, uint16_t *small_weight) {
     for (int i = thread_in_block(); i < CHANNELS * D_INNER; i += CREWS * CREW_THREADS) {
         const int row = i / CHANNELS, c = i % CHANNELS;
         me.weight[c * WEIGHT_STRIDE + row] =
-            p.weight[(p.vectors + row) * D_INNER + me.block * CHANNELS + c];
+            cell.weight[(cell.vectors + row) * D_INNER + me.block * CHANNELS + c];
     }
     for (int i = thread_in_block(); i < SMALL_ROWS * CHANNELS; i += CREWS * CREW_THREADS)
-        small_weight[i] = p.weight[int64_t(small_column(p, i / CHANNELS)) * D_INNER +
+        small_weight[i] = cell.weight[int64_t(small_column(cell, i / CHANNELS)) * D_INNER +
                                    me.block * CHANNELS + i % CHANNELS];
 }
 
-DEVICE float *state_of_chunk(const Cell &p, const Member &me, int token_in_chunk, int item) {
+DEVICE float *state_of_chunk(const Cell &cell, const Member &me, int token_in_chunk, int item) {
     const int64_t worker = int64_t(block_index()) * CREWS + me.crew;
-    const int64_t place = (worker * p.chunk + token_in_chunk) * ITEMS + item;
-    return p.H + (place * CREW_THREADS + me.thread) * 4;
+    const int64_t place = (worker * cell.chunk + token_in_chunk) * ITEMS + item;
+    return cell.H + (place * CREW_THREADS + me.thread) * 4;
 }
 
-// 1. Recompute the states of the chunk of tokens first … last, after their decay. No exchange.
-DEVICE void recompute_states(const Cell &p, const Member &me, int first, int last) {
-    const int64_t chunks = (p.length + p.chunk - 1) / p.chunk;
+// 1. Recompute the states of the chunk of tokens first … last, after their decay. Blocks exchange nothing.
+DEVICE void recompute_states(const Cell &cell, const Member &me, int first, int last) {
+    const int64_t chunks = (cell.length + cell.chunk - 1) / cell.chunk;
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item);
         if (s >= me.sequences) break;
         float h[4];
-        const int64_t row = ((me.first + s) * chunks + first / p.chunk) * STATES + 4 * me.quarter;
-        for (int j = 0; j < 4; ++j) h[j] = p.checkpoints[(row + j) * D_INNER + c];
+        const int64_t row = ((me.first_sequence + s) * chunks + first / cell.chunk) * STATES + 4 * me.quarter;
+        for (int j = 0; j < 4; ++j) h[j] = cell.checkpoints[(row + j) * D_INNER + c];
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * me.quarter;
         for (int t = first; t <= last; ++t) {
-            const uint32_t token = me.token(p, s, t);
-            const float keep = p.keep ? p.keep[token] : 1, dt = p.dt[token * D_INNER + c];
-            const float v = activate(from_bf16(p.rows[token * uint32_t(p.columns) + p.vectors + c]), p.act);
-            const float mixed = p.x[token * D_INNER + c] + p.records[token * RECORD_SIZE + THETA] * v;
-            const float *B = p.units + token * 2 * STATES + 4 * me.quarter;
-            float *to = state_of_chunk(p, me, t - first, item);
+            const uint32_t token = me.token_index(cell, s, t);
+            const float keep = cell.keep ? cell.keep[token] : 1, dt = cell.dt[token * D_INNER + c];
+            const float v = activate(from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]), cell.act);
+            const float mixed = cell.x[token * D_INNER + c] + cell.records[token * RECORD_SIZE + THETA] * v;
+            const float *B = cell.units + token * 2 * STATES + 4 * me.quarter;
+            float *to = state_of_chunk(cell, me, t - first, item);
             for (int j = 0; j < 4; ++j) {
                 to[j] = h[j] *= keep * exp2_of(dt * rates[j]);
                 h[j] += dt * mixed * B[j];
@@ -81,34 +92,34 @@ DEVICE void recompute_states(const Cell &p, const Member &me, int first, int las
     }
 }
 
-// 1. Load the records and the units of B and C of a token.
-DEVICE void load_record(const Cell &p, Member &me, int t) {
+// 1. Load the record, and B and C after their normalization, of a token of every sequence.
+DEVICE void load_record(const Cell &cell, Member &me, int t) {
     for (int i = me.thread; i < me.sequences * (RECORD_SIZE + 2 * STATES); i += CREW_THREADS) {
         const int s = i / (RECORD_SIZE + 2 * STATES), entry = i % (RECORD_SIZE + 2 * STATES);
-        const uint32_t token = me.token(p, s, t);
+        const uint32_t token = me.token_index(cell, s, t);
         if (entry < RECORD_SIZE)
-            me.memory->record[s][entry] = p.records[token * RECORD_SIZE + entry];
+            me.memory->record[s][entry] = cell.records[token * RECORD_SIZE + entry];
         else
-            me.memory->small[s][1 + entry - RECORD_SIZE] = p.units[token * 2 * STATES + entry - RECORD_SIZE];
+            me.memory->small[s][1 + entry - RECORD_SIZE] = cell.units[token * 2 * STATES + entry - RECORD_SIZE];
     }
 }
 
 // 1. to 3. Recompute the vectors of a token, and write the sums of its units.
-DEVICE void compute_backward_sums(const Cell &p, const Member &me, int t, int first,
+DEVICE void compute_backward_sums(const Cell &cell, const Member &me, int t, int first,
                                   BackwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item), q = me.quarter;
         if (s >= me.sequences) break;
-        const uint32_t token = me.token(p, s, t);
+        const uint32_t token = me.token_index(cell, s, t);
         const float *record = me.memory->record[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
-        const float *H = state_of_chunk(p, me, t - first, item);
-        const float entry = from_bf16(p.rows[token * uint32_t(p.columns) + p.vectors + c]);
-        const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
-        const float v = activate(entry, p.act);
-        const float gamma = dt * record[BC] + (p.D ? p.D[c] : 0);
-        const float gate = p.gate ? p.gate[token * D_INNER + c] : 1;
+        const float *H = state_of_chunk(cell, me, t - first, item);
+        const float entry = from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]);
+        const float x = cell.x[token * D_INNER + c], dt = cell.dt[token * D_INNER + c];
+        const float v = activate(entry, cell.act);
+        const float gamma = dt * record[BC] + (cell.D ? cell.D[c] : 0);
+        const float gate = cell.gate ? cell.gate[token * D_INNER + c] : 1;
         float past = 0, mu_B = 0;
         for (int j = 0; j < 4; ++j) {
             past += H[j] * C[j];
@@ -119,8 +130,8 @@ DEVICE void compute_backward_sums(const Cell &p, const Member &me, int t, int fi
         const float mixed = x + record[THETA] * v;
         const float ungated = items.ungated[item] = past + gamma * mixed;
         const float normed = items.normed[item] = (gate * ungated - record[MEAN]) * record[INVERSE];
-        const float lambda = items.lambda[item] = p.grad_y[token * D_INNER + c] + items.carried[item];
-        const float weighted = lambda * (p.norm_weight ? p.norm_weight[c] : 1);
+        const float lambda = items.lambda[item] = cell.grad_y[token * D_INNER + c] + items.carried[item];
+        const float weighted = lambda * (cell.norm_weight ? cell.norm_weight[c] : 1);
         float *sums = me.memory->unit_sums[me.unit_of(item)];
         // Each of the four lanes of a channel has one or two of the five sums.
         const float term = q == 0 ? weighted : q == 1 ? weighted * normed : q == 2 ? weighted * gate * gamma * v
@@ -136,60 +147,61 @@ DEVICE void compute_backward_sums(const Cell &p, const Member &me, int t, int fi
 }
 
 // 4. Compute η and the other numbers of a sequence's token, one thread per sequence.
-DEVICE void solve_adjoint_of_token(const Cell &p, Member &me, int t) {
-    const int s = me.scalar_sequence();
+DEVICE void solve_adjoint_of_token(const Cell &cell, Member &me, int t) {
+    const int s = me.find_solver_sequence();
     if (s >= me.sequences) return;
-    const uint32_t token = me.token(p, s, t);
+    const uint32_t token = me.token_index(cell, s, t);
     const double *sum = me.memory->totals[s], d = D_INNER;
-    const float *record = me.memory->record[s], gate_entry = from_bf16(p.rows[token * uint32_t(p.columns) + p.gates]);
+    const float *record = me.memory->record[s];
+    const float gate_entry = from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.gates]);
     float *scalar = me.memory->scalars[s];
-    const double a_free = p.scale / (1 + exp(-double(gate_entry)));
-    const bool is_shrunk = p.kappa > 0 && a_free > p.kappa;
-    const double a = is_shrunk ? p.kappa : a_free, length = record[LENGTH];
-    const double mean = p.layer_norm ? sum[L] / d : 0, along = sum[LN] / d;
+    const double a_free = cell.scale / (1 + exp(-double(gate_entry)));
+    const bool is_at_bound = cell.kappa > 0 && a_free > cell.kappa;
+    const double a = is_at_bound ? cell.kappa : a_free, length = record[LENGTH];
+    const double mean = cell.layer_norm ? sum[L] / d : 0, along = sum[LN] / d;
     // Gradient of u·x̃ through y and through the state, with s as a constant.
     const double received = record[INVERSE] * (sum[LM] / length - mean * record[SUM_INTO] -
                                                along * record[SUM_INTO_N]) +
                             sum[V_STATE] / length;
     double eta = a * received;
-    if (!(p.outcome[token] & FAILED)) {
+    if (!(cell.outcome[token] & FAILED)) {
         const double gain = 1 / (1 - a * record[SLOPE]);
-        const double size = fabs(gain);
-        // Near a fold the gain is unbounded; NaN or infinity has no direction.
-        if (!(size <= 1.7976931348623157e308)) eta *= MAX_GAIN;
-        else eta *= size <= MAX_GAIN ? gain : gain > 0 ? MAX_GAIN : -MAX_GAIN;
+        const bool is_finite = fabs(gain) <= std::numeric_limits<double>::max();
+        // Near a fold the gain is unbounded. If it is NaN or infinite it has no sign: use a positive one.
+        if (!is_finite) eta *= MAX_GAIN;
+        else eta *= fabs(gain) <= MAX_GAIN ? gain : gain > 0 ? MAX_GAIN : -MAX_GAIN;
     }
     const double u_d_mixed = received + eta * record[SLOPE];  // Σ u d_mixed
     const double mix_weight = a * record[DISTANCE], d_Ux = -a * u_d_mixed;
-    const bool is_short = record[LENGTH] <= float(p.eps);
+    const bool is_short = record[LENGTH] <= float(cell.eps);
     scalar[ETA] = eta;
     scalar[MEAN_LAMBDA] = mean + eta * record[MEAN_U];
     scalar[ALONG_LAMBDA] = along + eta * record[ALONG_U];
     scalar[MIX_WEIGHT] = mix_weight;
     scalar[D_UX] = d_Ux;
     scalar[DOTS] = is_short ? 0 : mix_weight * u_d_mixed + eta * record[U_Y] + d_Ux * record[U_X];
-    scalar[D_GATE_ENTRY] = is_shrunk ? 0 : u_d_mixed * record[DISTANCE] * a_free * (1 - a_free / p.scale);
+    scalar[D_GATE_ENTRY] = is_at_bound ? 0 : u_d_mixed * record[DISTANCE] * a_free * (1 - a_free / cell.scale);
     if (me.block == 0) {
-        const float norm = sqrt(float(sum[LL])), previous = p.largest[me.first + s];
-        if (!(norm <= previous)) p.largest[me.first + s] = norm;
+        const float norm = sqrt(float(sum[LL])), previous = cell.largest[me.first_sequence + s];
+        if (!(norm <= previous)) cell.largest[me.first_sequence + s] = norm;
     }
 }
 
 // 4. and 5. Compute the gradients of a token's inputs, d_row, and the gradient of the state before it.
-DEVICE void backprop_token(const Cell &p, const Member &me, int t, int first, BackwardItems &items) {
+DEVICE void backprop_token(const Cell &cell, const Member &me, int t, int first, BackwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item), q = me.quarter;
         if (s >= me.sequences) break;
-        const uint32_t token = me.token(p, s, t);
+        const uint32_t token = me.token_index(cell, s, t);
         const float *record = me.memory->record[s], *scalar = me.memory->scalars[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
-        const float weight = p.norm_weight ? p.norm_weight[c] : 1, bias = p.norm_bias ? p.norm_bias[c] : 0;
-        const float entry = from_bf16(p.rows[token * uint32_t(p.columns) + p.vectors + c]);
-        const float v = activate(entry, p.act), u = v / record[LENGTH], normed = items.normed[item];
-        const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
-        const float gate = p.gate ? p.gate[token * D_INNER + c] : 1;
-        const float gamma = dt * record[BC] + (p.D ? p.D[c] : 0), mixed = x + record[THETA] * v;
+        const float weight = cell.norm_weight ? cell.norm_weight[c] : 1, bias = cell.norm_bias ? cell.norm_bias[c] : 0;
+        const float entry = from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]);
+        const float v = activate(entry, cell.act), u = v / record[LENGTH], normed = items.normed[item];
+        const float x = cell.x[token * D_INNER + c], dt = cell.dt[token * D_INNER + c];
+        const float gate = cell.gate ? cell.gate[token * D_INNER + c] : 1;
+        const float gamma = dt * record[BC] + (cell.D ? cell.D[c] : 0), mixed = x + record[THETA] * v;
         const float lambda = items.lambda[item] + scalar[ETA] * u;
         const float d_gated = (lambda * weight - scalar[MEAN_LAMBDA] - normed * scalar[ALONG_LAMBDA]) *
                               record[INVERSE];
@@ -197,16 +209,16 @@ DEVICE void backprop_token(const Cell &p, const Member &me, int t, int first, Ba
         const float d_mixed = gamma * e + dt * items.mu_B[item];
         const float y = normed * weight + bias;
         const float d_u = scalar[MIX_WEIGHT] * d_mixed + scalar[ETA] * y + scalar[D_UX] * x;
-        const float d_entry = (d_u - u * scalar[DOTS]) / record[LENGTH] * activate_grad(entry, p.act);
+        const float d_entry = (d_u - u * scalar[DOTS]) / record[LENGTH] * activate_grad(entry, cell.act);
         items.dD[item] += d_gamma;
         items.d_weight[item] += lambda * normed;
         items.d_bias[item] += lambda;
         float *sums = me.memory->unit_sums[me.unit_of(item)];
         const float d_BC = sum_channels(d_gamma * dt);
         if (me.lane == 0) sums[D_BC] = d_BC;
-        const float *H = state_of_chunk(p, me, t - first, item);
+        const float *H = state_of_chunk(cell, me, t - first, item);
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * q;
-        const float keep = p.keep ? p.keep[token] : 1;
+        const float keep = cell.keep ? cell.keep[token] : 1;
         float d_C[4], ddt = 0;
         for (int j = 0; j < 4; ++j) {
             d_C[j] = e * H[j];
@@ -220,39 +232,40 @@ DEVICE void backprop_token(const Cell &p, const Member &me, int t, int first, Ba
         ddt = sum_quarters(ddt) / LOG2_E + d_gamma * record[BC] + mixed * items.mu_B[item];
         if (q) continue;
         me.memory->vector[s][me.local_channel_of(item)] = to_bf16(d_entry);
-        p.d_raw[token * uint32_t(p.columns) + p.vectors + c] = to_bf16(d_entry);
-        p.dx[token * D_INNER + c] = d_mixed + scalar[D_UX] * u;
-        p.ddt[token * D_INNER + c] = ddt;
-        if (p.d_gate) p.d_gate[token * D_INNER + c] = d_gated * items.ungated[item];
+        cell.d_raw[token * uint32_t(cell.columns) + cell.vectors + c] = to_bf16(d_entry);
+        cell.dx[token * D_INNER + c] = d_mixed + scalar[D_UX] * u;
+        cell.ddt[token * D_INNER + c] = ddt;
+        if (cell.d_gate) cell.d_gate[token * D_INNER + c] = d_gated * items.ungated[item];
     }
 }
 
-// 6. Backpropagate through the normalization of B and C, and write the small rows' gradient. A warp.
-DEVICE void backprop_B_and_C(const Cell &p, Member &me, int t, int s) {
+// 6. Backpropagate through the normalization of B and C of sequence s, and write the small rows' gradient.
+// All lanes of one warp call this together.
+DEVICE void backprop_B_and_C(const Cell &cell, Member &me, int t, int s) {
     const float *record = me.memory->record[s];
     const double *sum = me.memory->totals[s], *late = me.memory->late_totals[s];
     const int state = me.lane % STATES;  // the first 16 lanes have B, the others C
     float *unit_place = me.memory->small[s] + 1 + me.lane;
-    const float unit = *unit_place, other = from_lane(unit, STATES);
-    const float direct = me.lane < STATES ? sum[D_B + state] : late[D_C + state];
-    float gradient = direct + float(late[D_BC]) * other;
-    if (p.bc_norm) {
+    const float unit = *unit_place, other = shuffle_xor(unit, STATES);
+    const float without_BC = me.lane < STATES ? sum[D_B + state] : late[D_C + state];
+    float gradient = without_BC + float(late[D_BC]) * other;
+    if (cell.bc_norm) {
         const float length = record[me.lane < STATES ? B_LENGTH : C_LENGTH];
         float dot = gradient * unit;
-        for (int mask = 1; mask < STATES; mask *= 2) dot += from_lane(dot, mask);
-        gradient = (gradient - (length <= float(p.eps) ? 0 : dot * unit)) / length;
+        for (int mask = 1; mask < STATES; mask *= 2) dot += shuffle_xor(dot, mask);
+        gradient = (gradient - (length <= float(cell.eps) ? 0 : dot * unit)) / length;
     }
-    const uint32_t token = me.token(p, s, t);
+    const uint32_t token = me.token_index(cell, s, t);
     const uint16_t rounded = to_bf16(gradient), d_gate = to_bf16(me.memory->scalars[s][D_GATE_ENTRY]);
     *unit_place = from_bf16(rounded);
     if (me.lane == 0) me.memory->small[s][0] = from_bf16(d_gate);
     if (me.block) return;
-    p.d_raw[token * uint32_t(p.columns) + small_column(p, 1 + me.lane)] = rounded;
-    if (me.lane == 0) p.d_raw[token * uint32_t(p.columns) + p.gates] = d_gate;
+    cell.d_raw[token * uint32_t(cell.columns) + small_column(cell, 1 + me.lane)] = rounded;
+    if (me.lane == 0) cell.d_raw[token * uint32_t(cell.columns) + cell.gates] = d_gate;
 }
 
-// 6. The gradient that W_y carries back to y of the previous token.
-DEVICE void compute_carried(const Cell &p, const Member &me, int t, const uint16_t *small_weight,
+// 6. Compute the gradient that W_y carries back to y of the previous token.
+DEVICE void compute_carried(const Cell &cell, const Member &me, int t, const uint16_t *small_weight,
                             BackwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -261,57 +274,57 @@ DEVICE void compute_carried(const Cell &p, const Member &me, int t, const uint16
         float sum = me.sum_parts(c, s, me.quarter, 4);
         for (int i = me.quarter; i < SMALL_ROWS; i += 4)
             sum += me.memory->small[s][i] * from_bf16(small_weight[i * CHANNELS + c]);
-        const float keep = p.keep ? p.keep[int64_t(me.first + s) * p.length + t] : 1;
+        const float keep = cell.keep ? cell.keep[int64_t(me.first_sequence + s) * cell.length + t] : 1;
         items.carried[item] = keep * sum_quarters(sum);
     }
 }
 
-DEVICE void store_sums_over_tokens(const Cell &p, const Member &me, const BackwardItems &items) {
+DEVICE void store_sums_over_tokens(const Cell &cell, const Member &me, const BackwardItems &items) {
     for (int item = 0; item < ITEMS; ++item) {
         if (me.sequence_of(item) >= me.sequences) break;
-        for (int j = 0; j < 4; ++j) p.dA[me.state_entry(item, j)] = items.dA[item][j];
+        for (int j = 0; j < 4; ++j) cell.dA[me.state_entry(item, j)] = items.dA[item][j];
         if (me.quarter) continue;
-        const int64_t entry = int64_t(me.first + me.sequence_of(item)) * D_INNER + me.channel_of(item);
-        if (p.dD) p.dD[entry] = items.dD[item];
-        if (p.d_weight) p.d_weight[entry] = items.d_weight[item];
-        if (p.d_bias) p.d_bias[entry] = items.d_bias[item];
+        const int64_t entry = int64_t(me.first_sequence + me.sequence_of(item)) * D_INNER + me.channel_of(item);
+        if (cell.dD) cell.dD[entry] = items.dD[item];
+        if (cell.d_weight) cell.d_weight[entry] = items.d_weight[item];
+        if (cell.d_bias) cell.d_bias[entry] = items.d_bias[item];
     }
 }
 
-DEVICE void run_backward(const Cell &p) {
-    Member me(p, BACKWARD_WEIGHT_BYTES);
+DEVICE void run_backward(const Cell &cell) {
+    Member me(cell, BACKWARD_WEIGHT_BYTES);
     uint16_t *small_weight = me.weight + CHANNELS * WEIGHT_STRIDE;
-    load_weight_columns(p, me, small_weight);
+    load_weight_columns(cell, me, small_weight);
     sync_block();
     if (me.sequences <= 0) return;
     BackwardItems items = {};
-    for (int t = p.length - 1; t >= 0; --t) {
-        const uint32_t step = p.length - t;
-        const int first = t / int(p.chunk) * int(p.chunk);
-        if (t == p.length - 1 || t % p.chunk == p.chunk - 1) recompute_states(p, me, first, t);
-        load_record(p, me, t);
+    for (int t = cell.length - 1; t >= 0; --t) {
+        const uint32_t step = cell.length - t;
+        const int first = t / int(cell.chunk) * int(cell.chunk);
+        if (t == cell.length - 1 || t % cell.chunk == cell.chunk - 1) recompute_states(cell, me, first, t);
+        load_record(cell, me, t);
         me.sync();
-        compute_backward_sums(p, me, t, first, items);
+        compute_backward_sums(cell, me, t, first, items);
         me.sync();
-        me.send_sums<WORDS_OF_BACK_SUMS>(me.mail.sums, step);
-        me.receive_sums<WORDS_OF_BACK_SUMS>(me.mail.sums, step, me.memory->totals);
+        me.send_sums<BACKWARD_SUM_WORDS>(me.mail.sums, step);
+        me.receive_sums<BACKWARD_SUM_WORDS>(me.mail.sums, step, me.memory->totals);
         me.sync();
-        solve_adjoint_of_token(p, me, t);
+        solve_adjoint_of_token(cell, me, t);
         me.sync();
-        backprop_token(p, me, t, first, items);
+        backprop_token(cell, me, t, first, items);
         me.sync();
         me.send_vector(step);
-        me.send_sums<WORDS_OF_LATE_SUMS>(me.mail.late_sums, step);
+        me.send_sums<LATE_SUM_WORDS>(me.mail.late_sums, step);
         Word words[SOURCES][VECTOR_WORDS];
         me.receive_vectors(step, words);
 #pragma unroll
         for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(words, row, 16, row);
-        me.receive_sums<WORDS_OF_LATE_SUMS>(me.mail.late_sums, step, me.memory->late_totals);
+        me.receive_sums<LATE_SUM_WORDS>(me.mail.late_sums, step, me.memory->late_totals);
         me.sync();
-        for (int s = me.warp; s < me.sequences; s += WARPS) backprop_B_and_C(p, me, t, s);
-        if (me.is_anyone_late()) return abandon(p, me, 0, p.dx);
-        compute_carried(p, me, t, small_weight, items);
+        for (int s = me.warp; s < me.sequences; s += WARPS) backprop_B_and_C(cell, me, t, s);
+        if (me.has_any_timed_out()) return abandon(cell, me, 0, cell.dx);
+        compute_carried(cell, me, t, small_weight, items);
         me.sync();  // before load_record overwrites what compute_carried reads
     }
-    store_sums_over_tokens(p, me, items);
+    store_sums_over_tokens(cell, me, items);
 }

@@ -35,7 +35,7 @@ from lm.kernels.cell_arguments import (
     expected_shapes,
 )
 from lm.kernels.checks import cell_deviation, find_gpu_fault, needs_grad
-from lm.kernels.cuda.build import load_kernels
+from lm.kernels.cuda.build import MIN_BLOCKS, load_kernels
 from lm.kernels.cuda.interface import (
     INTEGERS,
     NUMBERS,
@@ -48,17 +48,16 @@ from lm.kernels.cuda.interface import (
     Kernels,
 )
 
-# Tokens between two states from which the backward pass recomputes. The recomputed states of a
-# chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
+# Tokens between two saved states; the backward pass recomputes the others. The recomputed states
+# of a chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
 CHUNK = 16
 MAX_ENTRIES = 2**32  # of a tensor: the kernels' indices have 32 bits
 # Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
 DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
+# lm/model reads these two and `fits` before it calls `cell`. `fits` also accepts layers that these
+# kernels refuse, because `compute` of lm.kernels then calls Triton.
 CENTROIDS = False  # y_{t−1} is read directly
 NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
-
-
-# `compute` of lm.kernels passes the layers that these kernels refuse on to Triton.
 fits = cell_arguments.fits_a_gpu
 
 
@@ -73,7 +72,7 @@ def usable() -> tuple[bool, str]:
 
 
 def _self_check():
-    # 192 channels are 12 blocks of 16; y and rows are rounded to bf16.
+    # 192 channels need at least three blocks. y and rows are rounded to bf16: 0.03 is allowed.
     return cell_deviation(_narrow_cell, torch.float32, d=192, n=STATES, allowed=0.03)
 
 
@@ -96,13 +95,13 @@ def _refuse_unsupported(arguments, sizes):
     """Raise Unsupported if the kernels have no code for this layer."""
     layout, options = arguments.layout, arguments.options
     parts = {"vectors": sizes.d, "gates": 1, "B": sizes.n, "C": sizes.n}
-    reasons = {
-        f"an {sizes.kind} layer": sizes.kind != "mamba1",
+    refusals = {
+        f"{sizes.kind} layers": sizes.kind != "mamba1",
         f"{options.rank} reflections": options.rank != 1,
         f"{sizes.n} states": sizes.n != STATES,
         f"{options.groups} groups of B and C": options.groups != 1,
         f"the norm `{options.norm}`": options.norm == "none",
-        f"d_inner {sizes.d}": bool(sizes.d % 16) or sizes.d < 3 * 16,
+        f"d_inner {sizes.d}": sizes.d % 16 != 0 or sizes.d < MIN_BLOCKS * 16,
         "rows that read y only in part": any(
             getattr(layout, name) + width > sizes.y_columns for name, width in parts.items()
         ),
@@ -113,9 +112,9 @@ def _refuse_unsupported(arguments, sizes):
         f"raw in {arguments.raw.dtype}": arguments.raw.dtype != torch.bfloat16,
         f"W_y in {arguments.weight_y.dtype}": arguments.weight_y.dtype != torch.bfloat16,
     }
-    missing = [reason for reason, is_missing in reasons.items() if is_missing]
-    if missing:
-        raise Unsupported(f"the persistent kernels do not solve {', '.join(missing)}")
+    reasons = [reason for reason, is_refused in refusals.items() if is_refused]
+    if reasons:
+        raise Unsupported(f"the persistent kernels do not solve {', '.join(reasons)}")
 
 
 def _prepare(arguments, saves_for_backward):
@@ -156,7 +155,7 @@ def _run(problem, is_backward, tensors):
 
     Args:
         problem: The Problem.
-        is_backward: Which pass.
+        is_backward: True for the backward pass, False for the forward pass.
         tensors: Tensors by the names of POINTERS; missing ones are null.
     """
     layout, options = problem.arguments.layout, problem.arguments.options
@@ -184,14 +183,17 @@ def _run(problem, is_backward, tensors):
         "kappa": options.contractive or 0.0,
         "norm_eps": options.norm_eps,
     }
-    for first in range(0, sizes.b if sizes.length else 0, capacity):
+    if not sizes.length:
+        return
+    for first in range(0, sizes.b, capacity):
         mail_shape = teams, kernels.mail_words, WORD_BYTES
         slots = {
             **tensors,
             "mail": torch.zeros(mail_shape, dtype=torch.uint8, device=like.device),
             "alarm": alarm,
         }
-        pointers = (0 if slots.get(n) is None else slots[n].data_ptr() for n in POINTERS)
+        present = {name: t for name, t in slots.items() if t is not None}
+        pointers = (present[name].data_ptr() if name in present else 0 for name in POINTERS)
         values["first_sequence"] = first
         numbers = (values[name] for name in (*INTEGERS, *NUMBERS))
         kernels.run(is_backward, PACKED.pack(*numbers, *pointers), like)
@@ -236,9 +238,10 @@ def _backward(problem, results, grad_y):
     sizes, tensors = problem.sizes, problem.tensors
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     like, partition = tensors["x"], problem.kernels.partition
-    summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}  # over the batch
+    # Gradients that the kernels compute per sequence, (b,d), by the names of their parameters.
+    summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}
     summed = {name: slot for name, slot in summed.items() if tensors[name] is not None}
-    states_per_token = partition.blocks * partition.crews * problem.kernels.items
+    lanes = partition.blocks * partition.crews * partition.warps * 32
     buffers = {
         "grad_y": grad_y,
         "largest": like.new_zeros(b),
@@ -247,27 +250,27 @@ def _backward(problem, results, grad_y):
         "ddt": like.new_empty(b, length, d),
         "d_gate": None if tensors["gate"] is None else like.new_empty(b, length, d),
         "dA": like.new_zeros(b, n, d),
-        "H": like.new_empty(states_per_token * partition.warps * 32 * CHUNK * 4),
+        "H": like.new_empty(lanes * CHUNK * problem.kernels.items * 4),
         **{slot: like.new_zeros(b, d) for slot in summed.values()},
     }
     _run(problem, True, {**tensors, "weight": tensors["weight_y"], **results, **buffers})
     grads = {
         "raw": buffers["d_raw"],
-        "weight_y": _weight_gradient(buffers["d_raw"], tensors, results["y"]),
+        "weight_y": _compute_weight_gradient(buffers["d_raw"], tensors, results["y"]),
         "x": buffers["dx"],
         "dt": buffers["ddt"],
         "A": buffers["dA"].sum(0).t(),
         "gate": buffers["d_gate"],
         **{name: buffers[slot].sum(0) for name, slot in summed.items()},
     }
-    max_grad = like.new_zeros(b)
-    if length:
-        max_grad = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
-    return grads, torch.where(max_grad == 0, 0, buffers["largest"] / max_grad)
+    max_grad_norm = like.new_zeros(b)
+    if length:  # a maximum of no tokens would be an error
+        max_grad_norm = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
+    return grads, torch.where(max_grad_norm == 0, 0, buffers["largest"] / max_grad_norm)
 
 
 def _make_row_gradient(layout, sizes, raw):
-    """Return a tensor like `raw` in which the columns of no part are zero."""
+    """Return a tensor like `raw`: zero in columns outside all parts, uninitialized in others."""
     widths = {"vectors": sizes.d, "gates": 1, "B": sizes.n, "C": sizes.n}
     parts = sorted((first, first + widths[name]) for name, first in layout._asdict().items())
     d_raw, end = torch.empty_like(raw), 0
@@ -277,15 +280,15 @@ def _make_row_gradient(layout, sizes, raw):
     return d_raw
 
 
-def _weight_gradient(d_raw, tensors, y):
+def _compute_weight_gradient(d_raw, tensors, y):
     """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
     y0, keep, weight_y = (tensors[name] for name in ("y0", "keep", "weight_y"))
-    before = torch.empty_like(y, dtype=weight_y.dtype)
-    before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
-    before[:, 1:] = y[:, :-1]
+    y_before = torch.empty_like(y, dtype=weight_y.dtype)
+    y_before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
+    y_before[:, 1:] = y[:, :-1]
     if keep is not None:
-        before *= keep.unsqueeze(-1)
-    return d_raw[..., : len(weight_y)].flatten(0, 1).t() @ before.flatten(0, 1)
+        y_before *= keep.unsqueeze(-1)
+    return d_raw[..., : len(weight_y)].flatten(0, 1).t() @ y_before.flatten(0, 1)
 
 
 class _Cell(torch.autograd.Function):
@@ -303,7 +306,7 @@ class _Cell(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         problem.tensors["raw"] = None  # the rows contain it
         ctx.save_for_backward(*problem.tensors.values(), *results.values())
-        ctx.names = [*problem.tensors], [*results]
+        ctx.tensor_names, ctx.result_names = [*problem.tensors], [*results]
         ctx.problem = problem._replace(tensors={}, arguments=_without_tensors(arguments))
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         ctx.adjoint = arguments.adjoint
@@ -312,10 +315,9 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
-        names, result_names = ctx.names
         saved = ctx.saved_tensors
-        tensors = dict(zip(names, saved))
-        results = dict(zip(result_names, saved[len(names) :]))
+        tensors = dict(zip(ctx.tensor_names, saved))
+        results = dict(zip(ctx.result_names, saved[len(tensors) :]))
         tensors["raw"] = results["rows"]
         grad_y = torch.zeros_like(results["y"]) if grad_y is None else grad_y.float().contiguous()
         grads, adjoint = _backward(ctx.problem._replace(tensors=tensors), results, grad_y)

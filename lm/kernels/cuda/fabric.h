@@ -2,8 +2,6 @@
 //
 // On a GPU they are instructions. For the tests, tests/lm/kernels/emulation/fabric_cpu.h runs each
 // thread as a fibre on the CPU, in an order drawn from a seed.
-//
-// A block has several crews of CREW_THREADS threads. A crew has its own barrier.
 
 #pragma once
 
@@ -25,18 +23,19 @@ struct alignas(16) Word {
 DEVICE int thread_in_block() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE void sync_block() { __syncthreads(); }
+// Barrier of a crew, a part of a block (team.h). Barrier 0 of the hardware is that of sync_block.
 template <int THREADS> DEVICE void sync_crew(int crew) {
     asm volatile("bar.sync %0, %1;" ::"r"(crew + 1), "n"(THREADS) : "memory");
 }
-// Return a value that all lanes share, in a form in which the compiler knows that they share it.
+// Return a value that is equal in all lanes; the compiler then knows that it is.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE char *shared_memory() {
     extern __shared__ __align__(16) char memory[];
     return memory;
 }
-// Return the value of the lane whose number differs in the bits of `mask`.
-template <class T> DEVICE T from_lane(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+// Return the value of lane (own number XOR mask).
+template <class T> DEVICE T shuffle_xor(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 DEVICE float exp2_of(float value) { return exp2f(value); }
@@ -73,12 +72,15 @@ DEVICE void multiply(float (&sum)[4], const uint32_t (&left)[4], const uint32_t 
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
-// Limit of a wait for a word, about two seconds. A longer wait means that a block is missing, or a
-// bug. `alarm` is in pinned memory of the host, so it is read only every 1,024 attempts.
+// Limit of a wait for a word: 2³² cycles, about two seconds. A longer wait means that a block is
+// missing, or a bug.
 struct Timeout {
     long long start = clock64();
     int attempts = 0;
-    DEVICE bool is_over(volatile int *alarm) {
+    // Set the alarm if this wait is too long, and return true if any block has set it, which ends the
+    // waits of all blocks. The alarm is in pinned memory of the host, which is slow: only every 1,024th
+    // call looks at it.
+    DEVICE bool check(volatile int *alarm) {
         if (++attempts & 1023) return false;
         if (clock64() - start > (1ll << 32)) *alarm = 1;
         return *alarm != 0;

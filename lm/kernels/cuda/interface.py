@@ -5,10 +5,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-STATES = 16  # n; as in team.h, like the next two
-TEAM_SEQUENCES = 8  # largest number of sequences of a team
+# As in team.h.
+STATES = 16  # n
+TEAM_SEQUENCES = 8  # largest number of sequences of a team: SEQUENCES
+SMALL_ROWS = 1 + 2 * STATES
 RECORD_SIZE = 16
-WORD_BYTES = 16
+WORD_BYTES = 16  # as in fabric.h
 # Fields of Cell in team.h, in its order.
 INTEGERS = (
     *("b", "first_sequence", "length", "columns", "team_sequences", "chunk"),
@@ -49,13 +51,13 @@ class Kernels(Protocol):
 
     partition: Partition
     mail_words: int  # of a team
-    items: int  # units of a warp
+    items: int  # units of a warp (ITEMS in team.h)
 
     def run(self, is_backward: bool, cell: bytes, like: Tensor) -> None:
         """Launch a pass.
 
         Args:
-            is_backward: Which pass.
+            is_backward: True for the backward pass, False for the forward pass.
             cell: The packed struct Cell.
             like: A tensor on the device.
         """

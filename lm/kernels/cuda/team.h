@@ -2,9 +2,9 @@
 // vectors and sums.
 //
 // A group is a set of d / CHANNELS blocks. Each block has CHANNELS channels and, in shared memory,
-// the entries of W_y for them. A block has CREWS crews; the crews with the same number in all blocks
-// of a group are a team. A team solves up to SEQUENCES sequences, token by token. Teams never
-// exchange anything.
+// the entries of W_y for them. A block has CREWS crews of CREW_THREADS threads; the crews with the
+// same number in all blocks of a group are a team. A team solves up to SEQUENCES sequences, token by
+// token. Teams never exchange anything.
 //
 // A warp works on units of eight channels of one sequence. Lane 4 i + q has channel i of the unit and
 // its states 4 q … 4 q + 3: `channel` is i, `quarter` is q. Unit j of a crew belongs to sequence
@@ -17,7 +17,7 @@
 #include "cell_root.h"
 #include "fabric.h"
 
-constexpr int D_INNER = FPRNN_D_INNER;    // d, a multiple of CHANNELS
+constexpr int D_INNER = FPRNN_D_INNER;    // d: channels of the layer, a multiple of CHANNELS
 constexpr int CHANNELS = FPRNN_CHANNELS;  // of a block, a multiple of 16
 constexpr int WARPS = FPRNN_WARPS;        // of a crew
 constexpr int CREWS = FPRNN_CREWS;        // of a block
@@ -29,18 +29,19 @@ constexpr int ITEMS = (UNITS * SEQUENCES + WARPS - 1) / WARPS;
 constexpr int MMA_STEPS = CHANNELS / 16;                  // products over 16 channels, of one block
 constexpr int VECTOR_WORDS = (2 * MMA_STEPS + 2) / 3;     // of a lane, for the vector of one block
 constexpr int SMALL_ROWS = 1 + 2 * STATES;                // rows of W_y for the gate, B and C
-constexpr int SMALL_ROWS_OF_BLOCK = (SMALL_ROWS + BLOCKS - 1) / BLOCKS;
-constexpr int SMALL_ROW_WORDS = (SMALL_ROWS_OF_BLOCK * SEQUENCES + 2) / 3;  // of one block
+constexpr int SMALL_ROWS_PER_BLOCK = (SMALL_ROWS + BLOCKS - 1) / BLOCKS;
+constexpr int SMALL_ROW_WORDS = (SMALL_ROWS_PER_BLOCK * SEQUENCES + 2) / 3;  // of one block
 constexpr int SUM_SOURCES = (BLOCKS + 7) / 8;             // blocks whose sums one lane adds
-static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_OF_BLOCK <= 16);
+static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_PER_BLOCK <= 16);
 constexpr float LOG2_E = 1.44269504f;
 constexpr int SILU = 0, RELU = 1;
 constexpr uint32_t NAN_BITS = 0x7fc00000;
 
-// What the backward pass needs of a token, written by the forward pass. In the names, v is the vector
-// of the reflection after its activation, w the norm's weight, n the normalized output, m = g γ v.
+// Numbers of a token that the forward pass writes for the backward pass. v is the vector of the
+// reflection after its activation, w the norm's weight, n the normalized output, m = g γ v; a, s, φ and
+// x̃ are those of lm/kernels/cell_arguments.py, θ = a (s − u·x) / LENGTH.
 enum Record {
-    THETA,      // x̃ = x + θ v
+    THETA,      // θ, in x̃ = x + θ v
     MEAN,       // of the output before the norm; 0 for RMSNorm
     INVERSE,    // 1 / √(variance + ε)
     LENGTH,     // max(‖v‖, eps)
@@ -53,8 +54,8 @@ enum Record {
     SUM_INTO,   // Σ m / LENGTH
     SUM_INTO_N, // Σ n m / LENGTH
     BC,         // B·C
-    B_LENGTH,   // max(‖B‖, eps) before its normalization; 1 without one
-    C_LENGTH,
+    B_LENGTH,   // max(‖B‖, eps) before its normalization; 1 if B and C are not normalized
+    C_LENGTH,   // the same of C
     RECORD_SIZE = 16
 };
 
@@ -62,27 +63,30 @@ enum Record {
 // eight bytes; interface.py lists the same names in the same order.
 struct Cell {
     int64_t b, first_sequence, length, columns;  // the launch begins at sequence `first_sequence`
-    int64_t team_sequences, chunk;                  // sequences of a team; tokens between checkpoints
+    int64_t team_sequences, chunk;                  // largest number of sequences of a team in this
+                                                    // launch; tokens between checkpoints
     int64_t vectors, gates, B, C;                   // first columns of the parts of a row
     int64_t act, layer_norm, bc_norm;
     double scale, eps, kappa, norm_eps;
-    const uint16_t *raw, *weight;               // (b,l,K), (K,d) in bf16
+    const uint16_t *raw, *weight;               // (b,l,K), W_y (K,d); in bf16
     const float *x, *dt, *A;                    // (b,l,d), (b,l,d), (n,d)
     const float *keep, *gate;                   // (b,l), (b,l,d); null: 1
     const float *D, *norm_weight, *norm_bias;   // (d); null: 0, 1, 0
     const float *y0, *h0;                       // (b,d), (b,n,d); null: 0
     float *y, *state;                           // (b,l,d), (b,n,d)
-    uint8_t *outcome;                           // (b,l)
-    uint16_t *rows;                             // (b,l,K); null: no backward pass follows
+    uint8_t *outcome;                           // (b,l): bits of Outcome in cell_equation.h
+    // Written for the backward pass, null if none follows: raw + W_y y_{t−1}; records; B and C after
+    // their normalization; the state before each chunk.
+    uint16_t *rows;                             // (b,l,K)
     float *records, *units, *checkpoints;       // (b,l,RECORD_SIZE), (b,l,2,n), (b,chunks,n,d)
     const float *grad_y;                        // (b,l,d)
-    float *largest;                             // (b): largest ‖λ‖
+    float *largest;                             // (b): largest ‖λ_t‖ (cell_arguments.py, `adjoint`)
     uint16_t *d_raw;                            // (b,l,K)
     float *dx, *ddt, *d_gate;                   // (b,l,d)
     float *dA, *dD, *d_weight, *d_bias;         // (b,n,d), (b,d), (b,d), (b,d)
-    float *H;                                   // states of a chunk after their decay
-    Word *mail;                                 // zeros
-    volatile int *alarm;                        // set if a wait took too long
+    float *H;                                   // states of one chunk of each team, after their decay
+    Word *mail;                                 // zeros at launch
+    volatile int *alarm;                        // not 0 after a wait that took too long
 };
 
 DEVICE float activate(float value, int act) {
@@ -98,58 +102,65 @@ DEVICE float activate_grad(float value, int act) {
 DEVICE float limit_length(float length, float eps) { return length < eps ? eps : length; }
 // Sum over the four lanes of a channel.
 DEVICE float sum_quarters(float value) {
-    value += from_lane(value, 1);
-    return value + from_lane(value, 2);
+    value += shuffle_xor(value, 1);
+    return value + shuffle_xor(value, 2);
 }
 // Sum over the eight channels of a unit.
 DEVICE float sum_channels(float value) {
-    for (int mask = 4; mask < 32; mask *= 2) value += from_lane(value, mask);
+    for (int mask = 4; mask < 32; mask *= 2) value += shuffle_xor(value, mask);
     return value;
 }
 // Sum four values over the channels of a unit. The lanes of channel i return the sum of value i % 4.
 DEVICE float sum_four_over_channels(const float (&value)[4], int channel) {
     const bool odd = channel & 1, upper = channel & 2;
     float low = odd ? value[1] : value[0], high = odd ? value[3] : value[2];
-    low += from_lane(odd ? value[0] : value[1], 4);
-    high += from_lane(odd ? value[2] : value[3], 4);
+    low += shuffle_xor(odd ? value[0] : value[1], 4);
+    high += shuffle_xor(odd ? value[2] : value[3], 4);
     float sum = upper ? high : low;
-    sum += from_lane(upper ? low : high, 8);
-    return sum + from_lane(sum, 16);
+    sum += shuffle_xor(upper ? low : high, 8);
+    return sum + shuffle_xor(sum, 16);
 }
 
-// Return the word of this step, of which `word` is the first look.
-DEVICE Word await_word(const Word *from, uint32_t step, Word word, volatile int *alarm, bool &is_late) {
-    if (word.step != step && !is_late) {
+// Wait until the word at `from` is that of `step`, and return it. `word` was loaded from there earlier.
+DEVICE Word await_word(const Word *from, uint32_t step, Word word, volatile int *alarm, bool &has_timed_out) {
+    if (word.step != step && !has_timed_out) {
         Timeout timeout;
-        do word = load_word(from);
-        while (word.step != step && !(is_late = timeout.is_over(alarm)));
+        do {
+            word = load_word(from);
+            if (word.step == step) break;
+            has_timed_out = timeout.check(alarm);
+        } while (!has_timed_out);
     }
     return word;
 }
 
-// Places in the mail of a team, in words.
+// The parts of a team's mail.
 struct Mailbox {
-    Word *vectors, *small_rows, *sums, *late_sums;
+    Word *vectors;     // y forward, the gradient of the row's vector backward
+    Word *small_rows;  // forward only
+    Word *sums;
+    Word *late_sums;   // backward only: the second sums of a token
 };
-constexpr int WORDS_OF_SUMS = 4, WORDS_OF_BACK_SUMS = 7, WORDS_OF_LATE_SUMS = 6;  // of a sequence and block
-constexpr int ALL_SUM_WORDS = WORDS_OF_BACK_SUMS + WORDS_OF_LATE_SUMS;
+constexpr int FORWARD_SUM_WORDS = 4, BACKWARD_SUM_WORDS = 7, LATE_SUM_WORDS = 6;  // of a sequence and block
+constexpr int ALL_SUM_WORDS = BACKWARD_SUM_WORDS + LATE_SUM_WORDS;
 constexpr int MAIL_WORDS = BLOCKS * (VECTOR_WORDS * 32 + SMALL_ROW_WORDS + SEQUENCES * ALL_SUM_WORDS);
 
-// Shared memory: W_y of the block, and of each crew the arrays below.
-constexpr int SUM_ENTRIES = 3 * WORDS_OF_BACK_SUMS;  // the largest number of sums of a sequence
+// Shared memory: the block's entries of W_y, `rates`, and a CrewMemory per crew.
+constexpr int SUM_ENTRIES = 3 * BACKWARD_SUM_WORDS;  // the largest number of sums of a sequence
 struct CrewMemory {
-    float parts[WARPS][CHANNELS][SEQUENCES];       // sums of a product over the channels of a warp
+    float parts[WARPS][CHANNELS][SEQUENCES];       // of a product with W_y: each warp's part of its sums
     float small[SEQUENCES][SMALL_ROWS + 2];        // gate, B, C of a row; or their gradients
-    float unit_sums[SEQUENCES * UNITS][SUM_ENTRIES];
+    float unit_sums[SEQUENCES * UNITS][SUM_ENTRIES];  // over the channels of a unit
+    // Sums over all channels, and the second sums of a token.
     double totals[SEQUENCES][SUM_ENTRIES], late_totals[SEQUENCES][SUM_ENTRIES];
     float record[SEQUENCES][RECORD_SIZE];
-    float scalars[SEQUENCES][8];
+    float scalars[SEQUENCES][8];                   // by Scalar in cell_backward.h
     uint16_t vector[SEQUENCES][CHANNELS];          // this block's part of the vector to send, in bf16
-    int is_late;
+    int has_timed_out;                             // of any thread of the crew
 };
 constexpr int WEIGHT_STRIDE = D_INNER + 8;  // entries of a row: avoids bank conflicts
 constexpr int round_up_to_16(int bytes) { return (bytes + 15) / 16 * 16; }
-constexpr int FORWARD_WEIGHT_BYTES = round_up_to_16((CHANNELS + SMALL_ROWS_OF_BLOCK) * WEIGHT_STRIDE * 2);
+constexpr int FORWARD_WEIGHT_BYTES = round_up_to_16((CHANNELS + SMALL_ROWS_PER_BLOCK) * WEIGHT_STRIDE * 2);
 constexpr int BACKWARD_WEIGHT_BYTES = round_up_to_16((CHANNELS * WEIGHT_STRIDE + SMALL_ROWS * CHANNELS) * 2);
 constexpr int REST_BYTES = CREWS * int(sizeof(CrewMemory)) + CHANNELS * STATES * 4;
 
@@ -157,57 +168,60 @@ constexpr int REST_BYTES = CREWS * int(sizeof(CrewMemory)) + CHANNELS * STATES *
 struct Member {
     int block, crew;                               // `block` within the group
     int thread, warp, lane, channel, quarter;      // `thread` within the crew
-    int first, sequences;                          // of the team
-    bool is_late = false;                          // a word did not arrive in time
+    int first_sequence, sequences;                 // of the team: its first one, and how many it solves
+    bool has_timed_out = false;                    // a word did not arrive in time
     CrewMemory *memory;
     uint16_t *weight;                              // rows of WEIGHT_STRIDE entries
-    float *rates;                                  // A · log2 e of the block, (CHANNELS, STATES)
+    float *rates;                                  // A · log2 e of the block's channels, (CHANNELS, STATES)
     Mailbox mail;
     volatile int *alarm;
 
-    DEVICE Member(const Cell &p, int weight_bytes) {
-        alarm = p.alarm;
+    DEVICE Member(const Cell &cell, int weight_bytes) {
+        alarm = cell.alarm;
         block = block_index() % BLOCKS;
         const int warp_in_block = uniform(thread_in_block() / 32);
         crew = warp_in_block / WARPS, warp = warp_in_block % WARPS;
         lane = thread_in_block() % 32, channel = lane / 4, quarter = lane % 4;
         thread = warp * 32 + lane;
         const int team = block_index() / BLOCKS * CREWS + crew;
-        first = p.first_sequence + team * p.team_sequences;
-        const int left = int(p.b) - first;
-        sequences = left < p.team_sequences ? left : int(p.team_sequences);
+        first_sequence = cell.first_sequence + team * cell.team_sequences;
+        const int remaining = int(cell.b) - first_sequence;  // 0 or less: the team has no work
+        sequences = remaining < cell.team_sequences ? remaining : int(cell.team_sequences);
         char *shared = shared_memory();
         weight = reinterpret_cast<uint16_t *>(shared);
         rates = reinterpret_cast<float *>(shared + weight_bytes);
         memory = reinterpret_cast<CrewMemory *>(rates + CHANNELS * STATES) + crew;
-        mail.vectors = p.mail + team * MAIL_WORDS;
+        mail.vectors = cell.mail + team * MAIL_WORDS;
         mail.small_rows = mail.vectors + BLOCKS * VECTOR_WORDS * 32;
         mail.sums = mail.small_rows + BLOCKS * SMALL_ROW_WORDS;
-        mail.late_sums = mail.sums + BLOCKS * SEQUENCES * WORDS_OF_BACK_SUMS;
-        if (thread == 0) memory->is_late = 0;
+        mail.late_sums = mail.sums + BLOCKS * SEQUENCES * BACKWARD_SUM_WORDS;
+        if (thread == 0) memory->has_timed_out = 0;
         for (int i = thread_in_block(); i < CHANNELS * STATES; i += CREWS * CREW_THREADS)
-            rates[i] = LOG2_E * p.A[i % STATES * D_INNER + block * CHANNELS + i / STATES];
+            rates[i] = LOG2_E * cell.A[i % STATES * D_INNER + block * CHANNELS + i / STATES];
     }
     DEVICE void sync() const { sync_crew<CREW_THREADS>(crew); }
     DEVICE int unit_of(int item) const { return item * WARPS + warp; }
     DEVICE int sequence_of(int item) const { return unit_of(item) / UNITS; }
     DEVICE int local_channel_of(int item) const { return unit_of(item) % UNITS * 8 + channel; }
     DEVICE int channel_of(int item) const { return block * CHANNELS + local_channel_of(item); }
-    // Index of a token in (b,l), and of a state of this lane in (b,n,d). cuda_cell.py refuses tensors
-    // of 2³² or more entries: wider indices would need twice the registers.
-    DEVICE uint32_t token(const Cell &p, int s, int t) const { return (first + s) * uint32_t(p.length) + t; }
-    DEVICE uint32_t state_entry(int item, int state) const {
-        return ((first + sequence_of(item)) * STATES + 4 * quarter + state) * D_INNER + channel_of(item);
+    // Index in (b,l) of token t of the team's s-th sequence, and index in (b,n,d) of the lane's j-th state
+    // of an item. cuda_cell.py refuses tensors of 2³² or more entries: wider indices would need twice the
+    // registers.
+    DEVICE uint32_t token_index(const Cell &cell, int s, int t) const {
+        return (first_sequence + s) * uint32_t(cell.length) + t;
     }
-    // Return true in all threads of the crew if a word was late in any of them. Contains a barrier.
-    DEVICE bool is_anyone_late() {
-        if (is_late) memory->is_late = 1;
+    DEVICE uint32_t state_entry(int item, int j) const {
+        return ((first_sequence + sequence_of(item)) * STATES + 4 * quarter + j) * D_INNER + channel_of(item);
+    }
+    // Return true in all threads of the crew if any of them has timed out. Contains a barrier.
+    DEVICE bool has_any_timed_out() {
+        if (has_timed_out) memory->has_timed_out = 1;
         sync();
-        return memory->is_late;
+        return memory->has_timed_out;
     }
 
-    // Send memory->vector to all blocks. The lane 4 i + q of a warp that computes a product needs, of
-    // sequence i and of every 16 channels, the pairs that begin at 2 q and 2 q + 8.
+    // Send memory->vector to all blocks, in the order in which multiply_rows needs it: lane 4 i + q of a
+    // warp multiplies, of sequence i and of every 16 channels, the pairs that begin at 2 q and 2 q + 8.
     DEVICE void send_vector(uint32_t step) const {
         for (int i = thread; i < VECTOR_WORDS * 32; i += CREW_THREADS) {
             const int s = i % 32 / 4;
@@ -236,15 +250,15 @@ struct Member {
         for (int i = 0; i < SOURCES; ++i)
 #pragma unroll
             for (int w = 0; w < VECTOR_WORDS; ++w)
-                if (has_vector(i)) words[i][w] = await_word(vector_word(i, w), step, words[i][w], alarm, is_late);
+                if (has_vector(i)) words[i][w] = await_word(vector_word(i, w), step, words[i][w], alarm, has_timed_out);
     }
     DEVICE bool has_vector(int i) const { return i * WARPS + warp < BLOCKS && channel < sequences; }
     DEVICE const Word *vector_word(int i, int w) const {
         return mail.vectors + ((i * WARPS + warp) * VECTOR_WORDS + w) * 32 + lane;
     }
 
-    // Multiply up to 16 rows of the weight, from `row` on, with the vectors. Each warp writes the sum
-    // over the channels of its blocks into memory->parts from row `to` on.
+    // Multiply the rows row … row + rows − 1 of the weight (at most 16) with the vectors. Each warp writes
+    // the sums over the channels of its source blocks into memory->parts, from row `to` on.
     DEVICE void multiply_rows(const Word (&words)[SOURCES][VECTOR_WORDS], int row, int rows,
                               int to) const {
         sync_warp();  // the lanes left their waits at different times
@@ -255,14 +269,14 @@ struct Member {
             const int source = i * WARPS + warp;
             if (source >= BLOCKS) continue;
 #pragma unroll
-            for (int step = 0; step < MMA_STEPS; ++step) {
+            for (int mma = 0; mma < MMA_STEPS; ++mma) {
                 uint32_t left[4] = {};
                 for (int k = 0; k < 4; ++k)
                     if (channel + k % 2 * 8 < rows)
                         left[k] = *reinterpret_cast<const uint32_t *>(
-                            fragment + k % 2 * 8 * WEIGHT_STRIDE + source * CHANNELS + 16 * step +
+                            fragment + k % 2 * 8 * WEIGHT_STRIDE + source * CHANNELS + 16 * mma +
                             k / 2 * 8);
-                const int pair = 2 * step;
+                const int pair = 2 * mma;
                 const uint32_t right[2] = {words[i][pair / 3].value[pair % 3],
                                            words[i][(pair + 1) / 3].value[(pair + 1) % 3]};
                 multiply(sum, left, right);
@@ -272,7 +286,7 @@ struct Member {
             if (channel + k / 2 * 8 < rows)
                 memory->parts[warp][to + channel + k / 2 * 8][2 * quarter + k % 2] = sum[k];
     }
-    // Return the sum of a row's product over the warps `from`, `from` + `stride`, …
+    // Return the product of a row, summed over the parts of the warps `from`, `from` + `stride`, …
     DEVICE float sum_parts(int row, int s, int from, int stride) const {
         float sum = 0;
         for (int w = from; w < WARPS; w += stride) sum += memory->parts[w][row][s];
@@ -290,7 +304,7 @@ struct Member {
             store_word(to + (block * SEQUENCES + s) * WORDS + i % WORDS, word);
         }
     }
-    // Add the sums of all blocks into `totals`. Eight lanes share the blocks of a word.
+    // Add the sums of all blocks into `totals`. Eight lanes share a word: each adds every eighth block.
     template <int WORDS>
     DEVICE void receive_sums(const Word *from, uint32_t step, double (*totals)[SUM_ENTRIES]) {
         const int part = thread % 8;
@@ -299,25 +313,26 @@ struct Member {
             const int i = pass * (CREW_THREADS / 8) + thread / 8;
             const bool is_word = i < sequences * WORDS;
             const Word *first_word = from + i;  // of block 0
-            Word looked[SUM_SOURCES] = {};
+            Word words[SUM_SOURCES] = {};
             double sum[3] = {};
 #pragma unroll
             for (int j = 0; j < SUM_SOURCES; ++j)
                 if (is_word && 8 * j + part < BLOCKS)
-                    looked[j] = load_word(first_word + (8 * j + part) * SEQUENCES * WORDS);
+                    words[j] = load_word(first_word + (8 * j + part) * SEQUENCES * WORDS);
 #pragma unroll
             for (int j = 0; j < SUM_SOURCES; ++j) {
                 if (!is_word || 8 * j + part >= BLOCKS) continue;
                 const Word *place = first_word + (8 * j + part) * SEQUENCES * WORDS;
-                const Word word = await_word(place, step, looked[j], alarm, is_late);
+                const Word word = await_word(place, step, words[j], alarm, has_timed_out);
                 for (int k = 0; k < 3; ++k) sum[k] += bits_to_float(word.value[k]);
             }
             for (int k = 0; k < 3; ++k) {
-                for (int mask = 1; mask < 8; mask *= 2) sum[k] += from_lane(sum[k], mask);
+                for (int mask = 1; mask < 8; mask *= 2) sum[k] += shuffle_xor(sum[k], mask);
                 if (part == 0 && is_word) totals[i / WORDS][i % WORDS * 3 + k] = sum[k];
             }
         }
     }
-    // Solve per sequence: the first sequences / WARPS lanes of every warp take one sequence each.
-    DEVICE int scalar_sequence() const { return lane * WARPS + warp; }
+    // Return the sequence whose equation this thread solves; not below `sequences` in most threads.
+    // Consecutive sequences are in different warps.
+    DEVICE int find_solver_sequence() const { return lane * WARPS + warp; }
 };

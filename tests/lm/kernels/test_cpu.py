@@ -155,7 +155,7 @@ def test_reasons_why_kernels_cannot_run(monkeypatch, tmp_path):
             assert cpu_build._find_fault.__wrapped__(cpu_roots._self_check) == ""
         assert cpu_build.usable(lambda dtype: float("nan")) == (
             False,
-            "the CPU kernels compute something else than plain PyTorch: nan × allowed",
+            "the CPU kernels differ from plain PyTorch by nan times the allowed difference",
         )
 
 

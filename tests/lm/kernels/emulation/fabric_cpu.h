@@ -1,7 +1,7 @@
 // fabric.h on a CPU, for the tests: each thread of a launch is a fibre, and one thread runs them all.
 //
-// A seed determines the order of the fibres, and when a sent word arrives: late, and in any order.
-// Shared memory starts as NaN. If no fibre can continue, the launch fails with an error that says
+// In a round, every fibre that can continue runs until it waits. A seed determines the order of the
+// fibres, and when a sent word arrives: late, and in any order. Shared memory starts as NaN. If no fibre can continue, the launch fails with an error that says
 // where one of them waits.
 
 #pragma once
@@ -27,8 +27,8 @@ struct Barrier {
 };
 struct Warp {
     Barrier barrier{32};
-    double lane[32];
-    uint32_t left[32][4], right[32][2];
+    double values[32];                     // of the lanes, in shuffle_xor
+    uint32_t left[32][4], right[32][2];    // fragments of the lanes, in multiply
     uint64_t pause = 0;  // rounds in which the warp does not run
 };
 struct Block {
@@ -42,9 +42,9 @@ struct Fibre {
     std::unique_ptr<char[]> stack;
     int block = 0, thread = 0;
     bool has_ended = false;
-    const Barrier *barrier = nullptr;  // it waits until this barrier leaves `generation`
+    const Barrier *barrier = nullptr;  // if not null, it waits until this barrier leaves `generation`
     long generation = 0;
-    long polled_at = -1;  // it waits for a word, and has polled when so many events had happened
+    long polled_at = -1;  // if not −1, it waits for a word: `events` when it last looked for the word
 };
 struct Launch {
     std::vector<Fibre> fibres;
@@ -121,10 +121,10 @@ inline std::string describe_deadlock(const Launch &all) {
            std::to_string(fibre->block) + (fibre->barrier ? " waits at a barrier" : " waits for a word");
 }
 
-// Run a kernel.
+// Run a kernel; an error if no fibre can continue.
 inline void run(int blocks, int crews, int crew_threads, size_t shared_bytes, uint64_t seed,
                 std::function<void()> kernel) {
-    Launch all;
+    Launch all;  // the state of all blocks
     launch = &all;
     all.kernel = std::move(kernel);
     all.random_state = seed * 2 + 1;
@@ -161,7 +161,7 @@ inline void run(int blocks, int crews, int crew_threads, size_t shared_bytes, ui
                 continue;
             }
             if (fibre.has_ended || (fibre.barrier && fibre.barrier->generation == fibre.generation)) continue;
-            if (fibre.polled_at == all.events) continue;
+            if (fibre.polled_at == all.events) continue;  // its word cannot have arrived
             fibre.barrier = nullptr;
             fibre.polled_at = -1;
             all.current = &fibre;
@@ -191,12 +191,12 @@ template <int THREADS> DEVICE void sync_crew(int crew) {
 DEVICE int uniform(int value) { return value; }
 DEVICE void sync_warp() { fabric::wait_at(fabric::current_warp().barrier); }
 DEVICE char *shared_memory() { return fabric::launch->blocks[block_index()].memory.get(); }
-template <class T> DEVICE T from_lane(T value, int mask) {
+template <class T> DEVICE T shuffle_xor(T value, int mask) {
     fabric::Warp &warp = fabric::current_warp();
     const int lane = thread_in_block() % 32;
-    warp.lane[lane] = double(value);
+    warp.values[lane] = double(value);
     fabric::wait_at(warp.barrier);
-    const T other = T(warp.lane[lane ^ mask]);
+    const T other = T(warp.values[lane ^ mask]);
     fabric::wait_at(warp.barrier);
     return other;
 }
@@ -238,7 +238,7 @@ DEVICE void multiply(float (&sum)[4], const uint32_t (&left)[4], const uint32_t 
 }
 // A wait never times out: the scheduler finds deadlocks.
 struct Timeout {
-    bool is_over(volatile int *) {
+    bool check(volatile int *) {
         fabric::launch->current->polled_at = fabric::launch->events;
         fabric::yield_to_scheduler();
         return false;
