@@ -42,7 +42,13 @@ def compile_library(d, channels, warps, crews, sources=SOURCES):
 
 
 class EmulatedKernels:
-    """Kernels of a partition that run on the CPU, in an order that a seed determines."""
+    """Kernels of a partition that run on the CPU, in an order that a seed determines.
+
+    If no thread can continue, a launch raises RuntimeError, or with `waits_time_out` the waits for
+    words end as after a timeout.
+    """
+
+    waits_time_out = False
 
     def __init__(self, partition: Partition, seed: int = 0, sources: Path = SOURCES) -> None:
         self.partition, self.seed = partition, seed
@@ -50,7 +56,7 @@ class EmulatedKernels:
         sizes = (ctypes.c_int * 4)()
         self.library.get_sizes(sizes)
         self.mail_words, self.forward_bytes, self.backward_bytes, self.items = sizes
-        self.alarm_tensor = torch.zeros(1, dtype=torch.int32)
+        self.alarm_tensor = torch.zeros(1, dtype=torch.uint8)
         assert self.library.cell_bytes() == PACKED.size
 
     def alarm(self, like):
@@ -60,5 +66,6 @@ class EmulatedKernels:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         seed = ctypes.c_uint64(self.seed)
         groups = self.partition.groups
+        self.library.set_timeouts(int(self.waits_time_out))
         if self.library.run(cell, groups, int(is_backward), seed, reason, REASON_BYTES):
             raise RuntimeError(reason.value.decode())

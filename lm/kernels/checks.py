@@ -138,8 +138,11 @@ def scan_deviation(scan: Callable[..., Any], dtype: torch.dtype = torch.float32)
 def cell_deviation(
     cell: Callable[..., Any],
     dtype: torch.dtype,
+    b: int = 2,
+    length: int = 3,
     d: int = 19,
     n: int = 3,
+    norm_scale: float = 1.0,
     allowed: float = 1e-3,
 ) -> float:
     """Return the `deviation` of an exact solve from an iteration, gradients included.
@@ -148,11 +151,14 @@ def cell_deviation(
         cell: Function with the arguments of `lm.kernels.cpu.cpu_cell.cell`. It solves an FP-Mamba-1
             layer with one reflection.
         dtype: Dtype of the tensors.
+        b: Sequences.
+        length: Tokens per sequence.
         d: Channels.
         n: States.
+        norm_scale: Factor on the norm's weight. Large problems need a small factor, so that the
+            iteration converges and rounding errors do not grow from token to token.
         allowed: See `deviation`.
     """
-    b, length = 2, 3
     layout = Layout(vectors=0, gates=d, B=d + 1, C=d + 1 + n)
     mixer: dict[str, Any] = dict(rank=1, scale=1.0, act="silu", sequential=True, eps=1e-6)
     norms: dict[str, Any] = dict(bc_norm=True, norm="layer", norm_eps=1e-5)
@@ -170,7 +176,7 @@ def cell_deviation(
         "A": -1 - wave(n, d).abs().t(),
         "gate": wave(b, length, d) / 2 + 1,
         "D": wave(d) / 4,
-        "norm_weight": wave(d) + 1,
+        "norm_weight": norm_scale * (wave(d) + 1),
         "norm_bias": wave(d) / 4,
     }
 

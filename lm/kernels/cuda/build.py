@@ -29,10 +29,16 @@ STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by st
 # Functions without an annotation, such as those of CPU_HEADERS, are compiled for the GPU.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
-MAX_CREWS = 2  # of a block: a third one would leave 85 registers per thread
+# Of a block. Two crews halve the launches of large batches, but a thread has only 128 registers and
+# spills up to 1,472 bytes; on a GPU this was not timed.
+MAX_CREWS = 2
+MAX_CHANNELS = 48  # of a block: with more, the state does not fit into the registers
+# Time in which blocks exchange words, in units of the work on one channel of eight sequences. It is
+# an estimate: 2.5 µs on an H100, where 48 channels are estimated at 2 µs.
+EXCHANGE_WORK = 60
 MIN_BLOCKS = 3  # of a group: a block multiplies at most 16 of the 33 small rows (team.h)
 # Shared memory of a crew (CrewMemory in team.h): a constant part, and a part per channel.
-CREW_BYTES, CREW_BYTES_PER_CHANNEL = 4_700, 356
+CREW_BYTES, CREW_BYTES_PER_CHANNEL = 5_980, 356
 
 
 def compile_cubin(
@@ -60,14 +66,17 @@ def compile_cubin(
         nvrtc.nvrtcCreateProgram(source, SOURCE.encode(), len(texts), contents, names), nvrtc
     )
     options = [option.encode() for option in (*_options(partition, capability), *more_options)]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program), nvrtc))
-    nvrtc.nvrtcGetProgramLog(program, log)
-    text = log.rstrip(b"\0").decode()
-    if int(status):
-        raise RuntimeError(f"NVRTC: {status!s}: {text[-2000:]}")
-    cubin = bytes(_check(nvrtc.nvrtcGetCUBINSize(program), nvrtc))
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin), nvrtc)
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program), nvrtc))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        text = log.rstrip(b"\0").decode()
+        if int(status):
+            raise RuntimeError(f"NVRTC: {status!s}: {text[-2000:]}")
+        cubin = bytes(_check(nvrtc.nvrtcGetCUBINSize(program), nvrtc))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin), nvrtc)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
     return cubin, text
 
 
@@ -100,8 +109,12 @@ def _check(result, module):
 
 def _load_cubin(partition, capability):
     """Return the compiled kernels, from the cache if they are there and undamaged."""
+    from cuda.bindings import nvrtc
+
+    version = ".".join(map(str, _check(nvrtc.nvrtcVersion(), nvrtc)))
     key = hashlib.sha256()
-    for part in (*_options(partition, capability), *map(repr, _read_sources().items())):
+    options = _options(partition, capability)
+    for part in (version, *options, *map(repr, _read_sources().items())):
         key.update(part.encode() + b"\0")
     folder, name = open_cache_folder(), f"cuda-{key.hexdigest()[:24]}"
     for path in sorted(folder.glob(f"{name}-*.cubin")):
@@ -128,7 +141,11 @@ def estimate_shared_bytes(d: int, channels: int, crews: int) -> int:
 
 
 def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) -> Partition | None:
-    """Choose the partition with the fewest launches, and among those the least work per block.
+    """Choose a partition.
+
+    The number of channels of a block does not depend on b, so that the results of a sequence do
+    not depend on the batch. It maximizes the sequences of a launch per time of a token, which is
+    estimated as EXCHANGE_WORK + channels · crews.
 
     Args:
         d: Channels.
@@ -139,22 +156,19 @@ def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) ->
     Returns:
         The partition, or None if W_y does not fit into the shared memory of the GPU.
     """
-    candidates = []
-    channel_counts = range(16, d // MIN_BLOCKS + 1, 16)
+    speeds = {}
+    channel_counts = range(16, min(MAX_CHANNELS, d // MIN_BLOCKS) + 1, 16)
     for channels, crews in itertools.product(channel_counts, range(1, MAX_CREWS + 1)):
-        max_groups = multiprocessors // (d // channels)
-        if d % channels or not max_groups:
-            continue
-        if estimate_shared_bytes(d, channels, crews) > shared_bytes:
-            continue
-        groups = min(max_groups, math.ceil(b / crews))
-        capacity = groups * crews * TEAM_SEQUENCES
-        launches = math.ceil(b / capacity)
-        team_sequences = math.ceil(min(b, capacity) / (groups * crews))
-        block_work = channels * crews * team_sequences
-        partition = Partition(d, channels, WARPS, crews, groups)
-        candidates.append(((launches, block_work, crews, channels), partition))
-    return min(candidates)[1] if candidates else None
+        fits = estimate_shared_bytes(d, channels, crews) <= shared_bytes
+        max_groups = 0 if d % channels else multiprocessors // (d // channels)
+        if fits and max_groups:
+            speeds[channels, crews] = max_groups * crews / (EXCHANGE_WORK + channels * crews)
+    if not speeds:
+        return None
+    channels, max_crews = max(speeds, key=lambda pair: speeds[pair])
+    max_groups = multiprocessors // (d // channels)
+    crews = 1 if b <= max_groups * TEAM_SEQUENCES else max_crews
+    return Partition(d, channels, WARPS, crews, min(max_groups, math.ceil(b / crews)))
 
 
 class GpuKernels:
@@ -163,7 +177,7 @@ class GpuKernels:
     def __init__(self, partition: Partition, device: torch.device) -> None:
         from cuda.bindings import driver
 
-        self.partition, self.driver = partition, driver
+        self.partition, self.driver, self.device = partition, driver, device
         capability = torch.cuda.get_device_capability(device)
         module = _check(driver.cuModuleLoadData(_load_cubin(partition, capability)), driver)
         self.mail_words, *shared, self.items = self._read_sizes(module)
@@ -177,12 +191,19 @@ class GpuKernels:
         self._module = module  # unloaded only with the process
 
     def _read_sizes(self, module):
-        """Return the constants SIZES of kernels.cu."""
-        sizes = (ctypes.c_int * 4)()
-        address, size = _check(self.driver.cuModuleGetGlobal(module, b"SIZES"), self.driver)
-        assert size == ctypes.sizeof(sizes)
-        _check(self.driver.cuMemcpyDtoH(ctypes.addressof(sizes), address, size), self.driver)
-        return tuple(sizes)
+        """Return the numbers that `sizes_kernel` of kernels.cu writes."""
+        function = _check(self.driver.cuModuleGetFunction(module, b"sizes_kernel"), self.driver)
+        sizes = torch.zeros(4, dtype=torch.int32, device=self.device)
+        parameter = (ctypes.c_void_p * 1)(sizes.data_ptr())
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        addresses = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
+        _check(
+            self.driver.cuLaunchKernel(
+                *(function, 1, 1, 1, 1, 1, 1, 0, stream), ctypes.addressof(addresses), 0
+            ),
+            self.driver,
+        )
+        return sizes.tolist()
 
     def _reserve_shared_memory(self, function, shared_bytes):
         """Permit a kernel its shared memory, and check that one block fits a multiprocessor."""
@@ -202,8 +223,9 @@ class GpuKernels:
         """Launch a pass on the current stream."""
         buffer = ctypes.create_string_buffer(cell, PACKED.size)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        # The driver uses this thread's CUDA context, which torch's operations on `like` have set.
         with torch.cuda.device(like.device):
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = torch.cuda.current_stream(like.device).cuda_stream
             _check(
                 self.driver.cuLaunchCooperativeKernel(
                     *(self.functions[is_backward], self.partition.blocks, 1, 1),
@@ -217,7 +239,8 @@ class GpuKernels:
 @functools.cache
 def _make_alarm(device) -> Any:
     """Return a pinned tensor: a kernel can write it, and the host can read it without waiting."""
-    return torch.zeros(1, dtype=torch.int32).pin_memory()
+    # The device is explicit because the caller may have changed torch's default device.
+    return torch.zeros(1, dtype=torch.uint8, device="cpu").pin_memory()
 
 
 @functools.cache

@@ -62,10 +62,10 @@ DEVICE void load_weight_columns(const Cell &cell, const Member &me, uint16_t *sm
 }
 
 // Return this lane's four states of an item in cell.H.
-DEVICE float *find_state(const Cell &cell, const Member &me, int token_in_chunk, int item) {
+DEVICE Quad *find_state(const Cell &cell, const Member &me, int token_in_chunk, int item) {
     const int64_t worker = int64_t(block_index()) * CREWS + me.crew;
     const int64_t place = (worker * cell.chunk + token_in_chunk) * ITEMS + item;
-    return cell.H + (place * CREW_THREADS + me.thread) * 4;
+    return reinterpret_cast<Quad *>(cell.H) + place * CREW_THREADS + me.thread;
 }
 
 // 1. Recompute the states of the chunk of tokens first … last, after their decay. Blocks exchange nothing.
@@ -84,11 +84,12 @@ DEVICE void recompute_states(const Cell &cell, const Member &me, int first, int 
             const float v = activate(from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]), cell.act);
             const float mixed = cell.x[token * D_INNER + c] + cell.records[token * RECORD_SIZE + THETA] * v;
             const float *B = cell.units + token * 2 * STATES + 4 * me.quarter;
-            float *to = find_state(cell, me, t - first, item);
+            Quad H;
             for (int j = 0; j < 4; ++j) {
-                to[j] = h[j] *= keep * exp2_of(dt * rates[j]);
+                H.value[j] = h[j] *= keep * exp2_of(dt * rates[j]);
                 h[j] += dt * mixed * B[j];
             }
+            *state_of_chunk(cell, me, t - first, item) = H;
         }
     }
 }
@@ -115,7 +116,7 @@ DEVICE void compute_backward_sums(const Cell &cell, const Member &me, int t, int
         const uint32_t token = me.token_index(cell, s, t);
         const float *record = me.memory->record[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
-        const float *H = find_state(cell, me, t - first, item);
+        const Quad H = *find_state(cell, me, t - first, item);
         const float entry = from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.vectors + c]);
         const float x = cell.x[token * D_INNER + c], dt = cell.dt[token * D_INNER + c];
         const float v = activate(entry, cell.act);
@@ -123,7 +124,7 @@ DEVICE void compute_backward_sums(const Cell &cell, const Member &me, int t, int
         const float gate = cell.gate ? cell.gate[token * D_INNER + c] : 1;
         float past = 0, mu_B = 0;
         for (int j = 0; j < 4; ++j) {
-            past += H[j] * C[j];
+            past += H.value[j] * C[j];
             mu_B += items.mu[item][j] * B[j];
         }
         past = sum_quarters(past);
@@ -217,13 +218,13 @@ DEVICE void backprop_token(const Cell &cell, const Member &me, int t, int first,
         float *sums = me.memory->unit_sums[me.unit_of(item)];
         const float d_BC = sum_channels(d_gamma * dt);
         if (me.lane == 0) sums[D_BC] = d_BC;
-        const float *H = find_state(cell, me, t - first, item);
+        const Quad H = *find_state(cell, me, t - first, item);
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * q;
         const float keep = cell.keep ? cell.keep[token] : 1;
         float d_C[4], ddt = 0;
         for (int j = 0; j < 4; ++j) {
-            d_C[j] = e * H[j];
-            const float d_H = items.mu[item][j] + e * C[j], d_log = d_H * H[j];
+            d_C[j] = e * H.value[j];
+            const float d_H = items.mu[item][j] + e * C[j], d_log = d_H * H.value[j];
             ddt += d_log * rates[j];
             items.dA[item][j] += d_log * dt;
             items.mu[item][j] = d_H * keep * exp2_of(dt * rates[j]);
@@ -292,6 +293,22 @@ DEVICE void store_sums_over_tokens(const Cell &cell, const Member &me, const Bac
     }
 }
 
+DEVICE void abandon_backward(const Cell &cell, const Member &me, BackwardItems &items) {
+    abandon(cell, me, 0, cell.dx);
+    abandon(cell, me, 0, cell.ddt);
+    if (cell.d_gate) abandon(cell, me, 0, cell.d_gate);
+    for (int item = 0; item < ITEMS; ++item) {
+        items.dD[item] = items.d_weight[item] = items.d_bias[item] = bits_to_float(NAN_BITS);
+        for (int j = 0; j < 4; ++j) items.dA[item][j] = bits_to_float(NAN_BITS);
+        if (me.sequence_of(item) >= me.sequences) break;
+        for (int t = 0; t < cell.length; ++t) {
+            const uint32_t row = me.token_index(cell, me.sequence_of(item), t) * uint32_t(cell.columns);
+            cell.d_raw[row + cell.vectors + me.channel_of(item)] = to_bf16(bits_to_float(NAN_BITS));
+        }
+    }
+    store_sums_over_tokens(cell, me, items);
+}
+
 DEVICE void run_backward(const Cell &cell) {
     Member me(cell, BACKWARD_WEIGHT_BYTES);
     uint16_t *small_weight = me.weight + CHANNELS * WEIGHT_STRIDE;
@@ -302,7 +319,7 @@ DEVICE void run_backward(const Cell &cell) {
     for (int t = cell.length - 1; t >= 0; --t) {
         const uint32_t step = cell.length - t;
         const int first = t / int(cell.chunk) * int(cell.chunk);
-        if (t == cell.length - 1 || t % cell.chunk == cell.chunk - 1) recompute_states(cell, me, first, t);
+        if (t == cell.length - 1 || t - first == cell.chunk - 1) recompute_states(cell, me, first, t);
         load_record(cell, me, t);
         me.sync();
         compute_backward_sums(cell, me, t, first, items);
@@ -323,7 +340,7 @@ DEVICE void run_backward(const Cell &cell) {
         me.receive_sums<LATE_SUM_WORDS>(me.mail.late_sums, step, me.memory->late_totals);
         me.sync();
         for (int s = me.warp; s < me.sequences; s += WARPS) backprop_B_and_C(cell, me, t, s);
-        if (me.has_any_timed_out()) return abandon(cell, me, 0, cell.dx);
+        if (me.has_any_timed_out()) return abandon_backward(cell, me, items);
         compute_carried(cell, me, t, small_weight, items);
         me.sync();  // before load_record overwrites what compute_carried reads
     }

@@ -261,6 +261,8 @@ DEVICE void abandon(const Cell &cell, const Member &me, int t, float *results) {
         }
 }
 
+// The blocks whose words were in time have stored finite values of token t, computed from the sums of a
+// late block. Its channels of token t are NaN, and all channels of later tokens.
 DEVICE void abandon_forward(const Cell &cell, const Member &me, int t) {
     abandon(cell, me, t, cell.y);
     float h[ITEMS][4];
@@ -297,7 +299,7 @@ DEVICE void run_forward(const Cell &cell) {
     me.send_vector(1);
     for (int t = 0; t < cell.length; ++t) {
         const uint32_t step = t + 1;
-        if (cell.checkpoints && t % cell.chunk == 0) store_checkpoint(cell, me, t, items);
+        if (cell.checkpoints && t % int(cell.chunk) == 0) store_checkpoint(cell, me, t, items);
         begin_token(cell, me, t, items);
         Word words[SOURCES][VECTOR_WORDS];
         me.receive_vectors(step, words);

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 // 16 bytes that one block sends to another: three values and the number of the step they belong to.
-// A word is read and written in one access (ld, st .relaxed.gpu.b128), so that values and step arrive
+// A word is read and written in one access of 128 bits, so that values and step arrive
 // together. Neither fences nor flags are needed: the reader polls until the step is the expected one.
 struct alignas(16) Word {
     uint32_t value[3], step;
@@ -25,7 +25,7 @@ DEVICE int block_index() { return blockIdx.x; }
 DEVICE void sync_block() { __syncthreads(); }
 // Barrier of a crew, a part of a block (team.h). Barrier 0 of the hardware is that of sync_block.
 template <int THREADS> DEVICE void sync_crew(int crew) {
-    asm volatile("bar.sync %0, %1;" ::"r"(crew + 1), "n"(THREADS) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(crew + 1), "n"(THREADS) : "memory");
 }
 // Return a value that is equal in all lanes; the compiler then knows that it is.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
@@ -43,12 +43,14 @@ DEVICE float exp2_of(float value) { return exp2f(value); }
 // Start to move a line into the cache.
 DEVICE void prefetch(const void *from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
 
+// A volatile load: ptxas may split ld.relaxed into loads of the parts that are used, and a word could
+// then change between them. tests/lm/kernels/test_cuda_cell.py looks for such loads.
 DEVICE Word load_word(const Word *from) {
     union {
         Word word;
         uint64_t half[2];
     } loaded;
-    asm volatile("{ .reg .b128 t; ld.relaxed.gpu.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
+    asm volatile("{ .reg .b128 t; ld.volatile.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
                  : "=l"(loaded.half[0]), "=l"(loaded.half[1])
                  : "l"(from)
                  : "memory");
@@ -67,7 +69,7 @@ DEVICE void store_word(Word *to, const Word &word) {
 // Compute sum (16,8) += left (16,16) · right (16,8) in a warp: bf16 factors, fp32 sums. The
 // fragments are those of mma.m16n8k16.
 DEVICE void multiply(float (&sum)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
@@ -80,7 +82,7 @@ struct Timeout {
     // Set the alarm if this wait is too long, and return true if any block has set it, which ends the
     // waits of all blocks. The alarm is in pinned memory of the host, which is slow: only every 1,024th
     // call looks at it.
-    DEVICE bool check(volatile int *alarm) {
+    DEVICE bool check(volatile uint8_t *alarm) {
         if (++attempts & 1023) return false;
         if (clock64() - start > (1ll << 32)) *alarm = 1;
         return *alarm != 0;

@@ -35,6 +35,9 @@ constexpr int SUM_SOURCES = (BLOCKS + 7) / 8;             // blocks whose sums o
 static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_PER_BLOCK <= 16);
 constexpr float LOG2_E = 1.44269504f;
 constexpr int SILU = 0, RELU = 1;
+struct alignas(16) Quad {  // a lane's four states, loaded and stored in one access
+    float value[4];
+};
 constexpr uint32_t NAN_BITS = 0x7fc00000;
 
 // Numbers of a token that the forward pass writes for the backward pass. v is the vector of the
@@ -85,7 +88,7 @@ struct Cell {
     float *dA, *dD, *d_weight, *d_bias;         // (b,n,d), (b,d), (b,d), (b,d)
     float *H;                                   // states of one chunk of each team, after their decay
     Word *mail;                                 // zeros at launch
-    volatile int *alarm;                        // not 0 after a wait that took too long
+    volatile uint8_t *alarm;                        // not 0 after a wait that took too long
 };
 
 DEVICE float activate(float value, int act) {
@@ -121,7 +124,7 @@ DEVICE float sum_four_over_channels(const float (&value)[4], int channel) {
 }
 
 // Wait until the word at `from` is that of `step`, and return it. `word` was loaded from there earlier.
-DEVICE Word await_word(const Word *from, uint32_t step, Word word, volatile int *alarm, bool &has_timed_out) {
+DEVICE Word await_word(const Word *from, uint32_t step, Word word, volatile uint8_t *alarm, bool &has_timed_out) {
     if (word.step != step && !has_timed_out) {
         Timeout timeout;
         do {
@@ -147,7 +150,8 @@ constexpr int MAIL_WORDS = BLOCKS * (VECTOR_WORDS * 32 + SMALL_ROW_WORDS + SEQUE
 // Shared memory: the block's entries of W_y, `rates`, and a CrewMemory per crew.
 constexpr int SUM_ENTRIES = 3 * BACKWARD_SUM_WORDS;  // the largest number of sums of a sequence
 struct CrewMemory {
-    float parts[WARPS][CHANNELS][SEQUENCES];       // of a product with W_y: each warp's part of its sums
+    // Of a product with W_y: each warp's part of its sums. Five more columns avoid bank conflicts.
+    float parts[WARPS][SEQUENCES][CHANNELS + 5];
     float small[SEQUENCES][SMALL_ROWS + 2];        // gate, B, C of a row; or their gradients
     float unit_sums[SEQUENCES * UNITS][SUM_ENTRIES];  // over the channels of a unit
     // Sums over all channels, and the second sums of a token.
@@ -173,7 +177,7 @@ struct Member {
     uint16_t *weight;                              // rows of WEIGHT_STRIDE entries
     float *rates;                                  // A · log2 e of the block's channels, (CHANNELS, STATES)
     Mailbox mail;
-    volatile int *alarm;
+    volatile uint8_t *alarm;
 
     DEVICE Member(const Cell &cell, int weight_bytes) {
         alarm = cell.alarm;
@@ -283,12 +287,12 @@ struct Member {
         }
         for (int k = 0; k < 4; ++k)
             if (channel + k / 2 * 8 < rows)
-                memory->parts[warp][to + channel + k / 2 * 8][2 * quarter + k % 2] = sum[k];
+                memory->parts[warp][2 * quarter + k % 2][to + channel + k / 2 * 8] = sum[k];
     }
     // Return the product of a row, summed over the parts of the warps `from`, `from` + `stride`, …
     DEVICE float sum_parts(int row, int s, int from, int stride) const {
         float sum = 0;
-        for (int w = from; w < WARPS; w += stride) sum += memory->parts[w][row][s];
+        for (int w = from; w < WARPS; w += stride) sum += memory->parts[w][s][row];
         return sum;
     }
 

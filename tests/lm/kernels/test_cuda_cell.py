@@ -3,7 +3,9 @@
 import itertools
 import re
 import shutil
+import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,13 @@ from lm.kernels.cell_arguments import Readout
 from lm.kernels.checks import FAILED
 from lm.kernels.cpu import cpu_cell
 from lm.kernels.cuda import cuda_cell
-from lm.kernels.cuda.build import choose_partition, compile_cubin, estimate_shared_bytes
+from lm.kernels.cuda.build import (
+    _make_alarm,
+    choose_partition,
+    compile_cubin,
+    estimate_shared_bytes,
+)
+from lm.kernels.cuda.cuda_cell import DIFFERENTIABLE
 from lm.kernels.cuda.interface import INTEGERS, NUMBERS, POINTERS, Partition
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -270,15 +278,45 @@ def test_a_missing_barrier_is_noticed(tmp_path, emulate, monkeypatch):
     assert is_missing_barrier_noticed(file, text, tmp_path, emulate)
 
 
+def change_source(folder, file, old, new):
+    """Copy the kernels into a folder, with `old` replaced by `new` in one file."""
+    text = (SOURCES / file).read_text(encoding="utf-8")
+    assert old in text
+    replace_source(file, text.replace(old, new), folder)
+
+
 def test_words_that_never_arrive_are_a_deadlock(tmp_path, emulate):
-    text = (SOURCES / "team.h").read_text(encoding="utf-8")
     # Block 0 does not send its vectors.
-    changed = text.replace("store_word(mail.vectors", "if (block) store_word(mail.vectors")
-    assert changed != text
-    replace_source("team.h", changed, tmp_path)
+    old = "store_word(mail.vectors"
+    change_source(tmp_path, "team.h", old, f"if (block) {old}")
     emulate(SMALL, 0, tmp_path)
     with pytest.raises(RuntimeError, match=r"no thread can continue: .* waits"):
         evaluate_emulated(make_problem())
+
+
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_a_timeout_makes_every_result_nan(is_backward, tmp_path, emulate):
+    file = "cell_backward.h" if is_backward else "cell_forward.h"
+    step = "step" if is_backward else "step + 1"
+    # Block 0 does not send its vectors.
+    change_source(
+        tmp_path, file, f"me.send_vector({step})", f"if (me.block) me.send_vector({step})"
+    )
+    kernels = emulate(SMALL, 0, tmp_path)
+    kernels.waits_time_out = True
+    layout, options, tensors = make_problem()
+    leaves = {k: v.float().requires_grad_(k in DIFFERENTIABLE) for k, v in tensors.items()}
+    y, state, _ = solve(narrow_cell, layout, options, **leaves)
+    if not is_backward:
+        assert y[:, 1:].isnan().all() and state.isnan().all()
+        return
+    assert not y.isnan().any()
+    y.sum().backward()
+    for name in DIFFERENTIABLE:
+        assert leaves[name].grad.isnan().any(), name
+    with pytest.raises(RuntimeError, match="waited for another one for more than two seconds"):
+        evaluate_emulated(make_problem())
+    assert not kernels.alarm_tensor.any()  # the next call may try again
 
 
 def test_alarm_is_an_error_at_the_next_call(emulate):
@@ -345,11 +383,34 @@ def test_estimated_shared_memory_is_an_upper_bound(crews):
         assert needed <= estimate < needed + 500
 
 
+def test_alarm_is_on_the_cpu_whatever_the_default_device(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with torch.device("meta"):
+        assert _make_alarm("cuda:0").device.type == "cpu"
+
+
+def test_partition_with_a_fault_is_refused(emulate, monkeypatch):
+    find_kernels = cuda_cell.find_kernels
+    kernels = emulate(SMALL)
+    monkeypatch.setattr(cuda_cell, "find_kernels", find_kernels)
+    monkeypatch.setattr(cuda_cell, "load_kernels", lambda d, b, device: kernels)
+    monkeypatch.setattr(cuda_cell, "_faults", {})
+    evaluate_emulated(make_problem(b=1))
+    assert cuda_cell._faults == {(SMALL, torch.device("cpu")): ""}
+    cuda_cell._faults.clear()
+    compute = cuda_cell._compute_weight_gradient
+    monkeypatch.setattr(cuda_cell, "_compute_weight_gradient", lambda *args: 1.5 * compute(*args))
+    with pytest.raises(Unsupported, match="the persistent kernels differ from plain PyTorch"):
+        evaluate_emulated(make_problem(b=1))
+
+
 @pytest.mark.parametrize(
     "gpu, d, b, expected",
     [
         (H100, 1536, 16, Partition(1536, 48, 8, 1, 4)),
+        (H100, 1536, 1, Partition(1536, 48, 8, 1, 1)),
         (H100, 1536, 64, Partition(1536, 48, 8, 2, 4)),
+        (H100, 768, 64, Partition(768, 48, 8, 1, 8)),
         (A100, 1536, 16, Partition(1536, 32, 8, 1, 2)),
         (B200, 1536, 64, Partition(1536, 48, 8, 2, 4)),
         (A100, 3072, 16, None),  # W_y does not fit
@@ -359,18 +420,33 @@ def test_partition_of_known_gpus(gpu, d, b, expected):
     assert choose_partition(d, b, *gpu) == expected
 
 
+# Bytes per thread that may spill, by crews of a block. With two crews a thread has 128 registers.
+MAX_SPILLS = {1: 0, 2: 1500}
+
+
 @pytest.mark.parametrize(
-    "capability, gpu", [((8, 0), A100), ((9, 0), H100), ((10, 0), B200)], ids=str
+    "capability, gpu",
+    [((8, 0), A100), ((9, 0), H100), ((10, 0), B200)],
+    ids=["A100", "H100", "B200"],
 )
+@pytest.mark.parametrize("b", [16, 64, 128])
 @pytest.mark.parametrize("d", [768, 1536])
 @pytest.mark.slow
-def test_nvrtc_compiles_without_spills(d, capability, gpu):
+def test_nvrtc_splits_no_word_and_spills_little(d, b, capability, gpu, tmp_path):
+    """A word must be loaded and stored in one access of 128 bits; the alarm has 8 bits."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="it comes with torch's CUDA wheels")
-    partition = choose_partition(d, 16, *gpu)
+    partition = choose_partition(d, b, *gpu)
     cubin, log = compile_cubin(partition, capability, "--ptxas-options=-v")
-    assert cubin[:4] == b"\x7fELF" and partition.crews == 1
-    assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0")] * 2
+    spills = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
+    assert len(spills) == 6 and max(spills) <= MAX_SPILLS[partition.crews]  # of three kernels
     assert all(int(registers) <= 255 for registers in re.findall(r"Used (\d+) registers", log))
+    triton = pytest.importorskip("triton", reason="it contains nvdisasm")
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    (tmp_path / "cell.cubin").write_bytes(cubin)
+    command = [disassembler, "-c", tmp_path / "cell.cubin"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    accesses = re.findall(r"\b(?:LDG|STG)\.E\S*STRONG\S*", listing)
+    assert accesses and all(".128." in access or ".U8." in access for access in accesses)
 
 
 def test_nvrtc_reports_the_line_of_a_fault():
@@ -406,20 +482,20 @@ def test_self_check_passes_and_notices_a_fault(emulate, monkeypatch):
     emulate(Partition(192, 16, 8, 1, 1))
     assert cuda_cell._self_check() < 1
     compute = cuda_cell._compute_weight_gradient
-    monkeypatch.setattr(cuda_cell, "_compute_weight_gradient", lambda *args: 1.1 * compute(*args))
+    monkeypatch.setattr(cuda_cell, "_compute_weight_gradient", lambda *args: 1.5 * compute(*args))
     assert not cuda_cell._self_check() < 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("b", [16, 64])
-def test_results_on_a_gpu_equal_triton(b):
-    """At d 1,536, with a chunk that is not full and, for 64 sequences, with two crews."""
+@pytest.mark.parametrize("d, b", [(1536, 16), (1536, 64), (1024, 16)])
+def test_results_on_a_gpu_equal_triton(d, b):
+    """With a chunk that is not full, two crews for 64 sequences, and blocks of 32 channels."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     works, reason = cuda_cell.usable()
     assert works, reason
     triton_cell = pytest.importorskip("lm.kernels.triton.triton_cell")
-    layout, options, tensors = test_cpu_cell.make_problem(b=b, length=70, d=1536, n=16, y_scale=0.5)
+    layout, options, tensors = test_cpu_cell.make_problem(b, 600, d, 16, y_scale=0.5)
     given = layout, options, {name: t.cuda() for name, t in tensors.items()}
 
     def narrow_triton_cell(arguments):
@@ -427,6 +503,8 @@ def test_results_on_a_gpu_equal_triton(b):
         return triton_cell.cell(arguments._replace(raw=raw, weight_y=weight_y))
 
     expected = evaluate(narrow_triton_cell, given, torch.float32)
-    for _ in range(2):
-        ours = evaluate(narrow_cell, given, torch.float32)
-        assert all(relative_error(ours[name], expected[name]) < 2e-2 for name in expected)
+    first = evaluate(narrow_cell, given, torch.float32)
+    assert all(relative_error(first[name], expected[name]) < 2e-2 for name in expected)
+    for _ in range(20):
+        again = evaluate(narrow_cell, given, torch.float32)
+        assert all(torch.equal(again[name], first[name]) for name in first)

@@ -2,6 +2,7 @@
 #include "cell_backward.h"
 
 extern "C" {
+void set_timeouts(int are_on) { fabric::waits_time_out = are_on; }
 int cell_bytes() { return sizeof(Cell); }
 void get_sizes(int *sizes) {
     const int all[] = {MAIL_WORDS, FORWARD_WEIGHT_BYTES + REST_BYTES, BACKWARD_WEIGHT_BYTES + REST_BYTES, ITEMS};

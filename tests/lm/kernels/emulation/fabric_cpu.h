@@ -55,6 +55,7 @@ struct Launch {
     void *scheduler_stack_pointer = nullptr;
     long events = 0;  // words sent or delivered, barriers left, fibres ended
     uint64_t random_state = 1;
+    int idle_rounds = 0;  // in which no thread could continue
 
     uint64_t draw_below(uint64_t limit) {
         random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
@@ -69,6 +70,7 @@ struct Launch {
     }
 };
 inline Launch *launch = nullptr;
+inline bool waits_time_out = false;
 
 // Save the callee-saved registers of x86-64 (System V) on the stack and continue on another stack.
 extern "C" void fabric_switch(void **saved_stack_pointer, void *stack_pointer);
@@ -171,6 +173,10 @@ inline void run(int blocks, int crews, int crew_threads, size_t shared_bytes, ui
             if (!all.words_in_flight.empty() && all.draw_below(4) == 0) all.deliver_word();
         }
         if (has_moved || has_paused) continue;
+        if (waits_time_out && all.words_in_flight.empty() && running && ++all.idle_rounds < 1000) {
+            ++all.events;  // let all waiting threads look again
+            continue;
+        }
         if (all.words_in_flight.empty() && running) {
             launch = nullptr;
             throw std::runtime_error(describe_deadlock(all));
@@ -236,11 +242,12 @@ DEVICE void multiply(float (&sum)[4], const uint32_t (&left)[4], const uint32_t 
     }
     fabric::wait_at(warp.barrier);
 }
-// A wait never times out: the scheduler finds deadlocks.
+// By default no wait times out: the scheduler finds deadlocks.
 struct Timeout {
-    bool check(volatile int *) {
+    bool check(volatile uint8_t *alarm) {
         fabric::launch->current->polled_at = fabric::launch->events;
         fabric::yield_to_scheduler();
-        return false;
+        if (fabric::waits_time_out && fabric::launch->idle_rounds) *alarm = 1;
+        return *alarm != 0;
     }
 };
