@@ -240,6 +240,7 @@ def report(
     check_folder(folder)
     suffixes = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
     paths = {label: folder / f"{name}.{suffix}" for label, suffix in suffixes.items()}
+    # The heading of the CSV shows that this program wrote these files and may replace them.
     check_together(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
     failure = None
     if run_missing:

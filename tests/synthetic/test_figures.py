@@ -104,7 +104,7 @@ def test_iterations_of_another_solution_are_marked(tmp_path):
     drawing = draw_report("fig3c", tmp_path)
     assert len([label for label in read_legend(drawing) if "†" in label]) == 1
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
-    assert "† the paper's procedure" in footer and "Not learned" not in footer
+    assert "† marks an ℓ*" in footer and "Not learned" not in footer
 
 
 def make_run(model="m", **result) -> FinishedRun:

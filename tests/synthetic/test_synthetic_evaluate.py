@@ -126,13 +126,13 @@ def test_token_errors_treat_a_sequence_as_one_sample():
 
 
 @pytest.mark.parametrize(
-    ("length", "is_held_out", "count", "text"),
+    ("length", "is_overlap_known", "count", "text"),
     [(5, True, 0, "0"), (2, True, 36, "36 of 36"), (5, False, None, "unknown")],
 )
-def test_overlap_with_training_is_counted(length, is_held_out, count, text):
+def test_overlap_with_training_is_counted(length, is_overlap_known, count, text):
     """All samples count if there are too few; None if the run was trained on another task."""
     cfg = make_config(examples=36, batch_size=36)
-    row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", is_held_out=is_held_out)
+    row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", is_overlap_known=is_overlap_known)
     assert row["in_training"] == {"count": count, "of": 36} and format_overlap([row]) == text
     rows = [{"in_training": {"count": n, "of": 10_000}} for n in (1, 0)]
     assert format_overlap(rows) == "1 of 20000"
