@@ -157,7 +157,8 @@ def _flatten(point: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and not isinstance(value, Variant):
             flat |= {f"{key}.{name}": v for name, v in value.items()}
         else:
-            flat["model.name" if key == "model" else key] = value  # `model: mamba` is short
+            # `model: mamba` is short for `model: {name: mamba}`.
+            flat["model.name" if key == "model" else key] = value
     return flat
 
 
