@@ -132,7 +132,7 @@ def compile_kernels(cases, targets=TARGETS):
     """Compile kernels as a launch does, in a new process without the interpreter or a GPU.
 
     Args:
-        cases: Cases of `launch_case`.
+        cases: Descriptions of `describe_launch`.
         targets: Compute capabilities.
 
     Returns:
@@ -156,6 +156,7 @@ def assert_nothing_spills(cases, targets=TARGETS):
     results = compile_kernels(cases, targets)
     assert len(results) == len(cases) * len(targets) > 0
     assert not [r for r in results if r["stack"] > limits.get(r["case"]["kernel"], 0)]
+    # A multiprocessor has 65,536 registers; a warp has 32 threads.
     assert all(r["registers"] * 32 * r["warps"] <= 65536 for r in results)
     max_shared = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may share
     assert all(r["shared"] <= max_shared[r["target"]] for r in results)
