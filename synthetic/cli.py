@@ -48,12 +48,8 @@ def _train(args: argparse.Namespace) -> int:
     from synthetic.train import train
 
     result = train(cfg, args.overwrite)
-    seconds = result["training_seconds"]
-    say(
-        build_summary_table(
-            result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"
-        )
-    )
+    duration = f"{result['updates']} updates in {result['training_seconds']:.0f} s"
+    say(build_summary_table(result, f"{cfg.run_dir}: {duration}"))
     for line in format_thresholds(result):
         say(line)
     say(f"result   {RunDir(cfg.run_dir).result}")

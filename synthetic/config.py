@@ -113,9 +113,8 @@ class Train(Section):
     # curriculum, the second pass starts after its end. 0: no second pass.
     adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end training when the headline metric reaches this
-    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED_ON_RESUME] = (
-        "auto"  # auto: bf16 on a GPU
-    )
+    # auto: bf16 on a GPU, fp32 on a CPU
+    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED_ON_RESUME] = "auto"
     threads: int | None = Field(None, gt=0)  # CPU threads of PyTorch; null: its default
     # If a loss or gradient is NaN or infinite, training returns to the last checkpoint and
     # continues with the next batches, at most this many times.

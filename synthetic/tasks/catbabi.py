@@ -108,9 +108,8 @@ class CatBabi(Task):
         tokens = np.full(starts[-1], self.eos, np.int32)
         subtasks = np.zeros(starts[-1], np.int8)
         for start, story in zip(starts + 1, stories):  # + 1: after the `<eos>`
-            tokens[start : start + len(story.tokens)] = [
-                id_by_token[token] for token in story.tokens
-            ]
+            ids = [id_by_token[token] for token in story.tokens]
+            tokens[start : start + len(ids)] = ids
             subtasks[start + np.array(story.answers, np.int64)] = story.task
         return _Corpus(tokens, subtasks, starts)
 

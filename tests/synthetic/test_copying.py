@@ -131,10 +131,8 @@ def average_scores(dataset: Copying, predicted: np.ndarray, batch) -> dict:
 def test_perfect_answers_score_one_and_guesses_chance(name, split):
     dataset = make_task(name, alphabet=4)
     batch = dataset.batch(0, split, 0, 100, (10, 20))
-    assert average_scores(dataset, batch.labels, batch) == {
-        "character_accuracy": 1,
-        "string_accuracy": 1,
-    }
+    perfect = average_scores(dataset, batch.labels, batch)
+    assert perfect == {"character_accuracy": 1, "string_accuracy": 1}
     guess = np.random.default_rng(0).integers(4, size=batch.labels.shape)
     scores = average_scores(dataset, guess, batch)
     assert abs(scores["character_accuracy"] - dataset.chance) < 0.1

@@ -238,9 +238,8 @@ def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys):
 def test_run_with_another_config_is_noted(tmp_path, capsys):
     steps = fabricate_all("fig3c", tmp_path)[0].train.steps
     report.report("fig3c", overrides=(f"out_dir={tmp_path}", "train.steps=9"))
-    assert (
-        f"was trained with another config: train.steps was {steps}, is 9" in capsys.readouterr().out
-    )
+    note = f"was trained with another config: train.steps was {steps}, is 9"
+    assert note in capsys.readouterr().out
 
 
 def test_scatter_needs_both_tasks(tmp_path):

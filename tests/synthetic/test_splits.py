@@ -20,17 +20,13 @@ class Case(NamedTuple):
     training_lengths: tuple[int, int]
 
 
+ARITHMETIC = {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"}
 SEQUENCE_TASKS = {
     "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
     "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
     "recall": ({"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40}, 4, 2, (2, 8)),
-    "arithmetic": (
-        {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"},
-        11,
-        5,
-        (3, 21),
-    ),
+    "arithmetic": (ARITHMETIC, 11, 5, (3, 21)),
     "brackets": ({"name": "mod_arithmetic_brackets", "modulus": 3}, 15, 7, (3, 20)),
     "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
     "automaton": ({"name": "automaton"}, 8, 5, (3, 16)),
@@ -181,10 +177,9 @@ def test_hashes_depend_only_on_content():
 def test_impossible_lengths_are_refused(name):
     task = tasks.build_task(Task(**CASES[name].section))
     task.check_length(task.min_length)
-    with pytest.raises(
-        TaskError, match=f"has no sequences of length {task.min_length - 1}: it has"
-    ):
-        task.check_length(task.min_length - 1)
+    too_short = task.min_length - 1
+    with pytest.raises(TaskError, match=f"has no sequences of length {too_short}: it has"):
+        task.check_length(too_short)
     if task.length_step == 2:
         with pytest.raises(TaskError, match=f"lengths {task.min_length}, {task.min_length + 2}, "):
             task.check_length(task.min_length + 1)

@@ -40,10 +40,8 @@ def source(tmp_path_factory):
 def args(tmp_path, source):
     """Arguments of `train` for a hybrid that starts from the source."""
     (tmp_path / "c.yaml").write_text(json.dumps(TREE))
-    return (
-        *("train", "--config", tmp_path / "c.yaml"),
-        *(f"out_dir={tmp_path}", f"init_from={source}", *HYBRID),
-    )
+    overrides = (f"out_dir={tmp_path}", f"init_from={source}", *HYBRID)
+    return ("train", "--config", tmp_path / "c.yaml", *overrides)
 
 
 def load_config(args, *overrides):
@@ -68,9 +66,8 @@ def test_hybrid_starts_with_the_outputs_of_its_source(source, cfg):
     random_logits = compute_logits(started.model)
     lines = started.initial_weights.apply()
     expected = compute_logits(load_run(source).model)
-    assert torch.equal(compute_logits(started.model), expected) and not torch.equal(
-        random_logits, expected
-    )
+    assert torch.equal(compute_logits(started.model), expected)
+    assert not torch.equal(random_logits, expected)
     assert lines[-1] == "outputs at the start are the source's"
     assert "new layers, whose out_proj is zero: 0 (mamba), 2 (mamba)" in lines
 
@@ -204,14 +201,13 @@ def test_ends_are_read_at_the_last_token_of_padded_rows(source, monkeypatch):
         if row % 5:
             ids = torch.from_numpy(batch.input_ids[row : row + 1, : lengths[row]])
             expected.append([int(batch.labels[row, lengths[row] - 1]), int(ids[0, -1])])
-            if row < 20:
+            if row < 20:  # enough states for a comparison
                 with torch.no_grad():
                     state = loaded.model(input_ids=ids, return_state=True).state
                 states.append(state.layers[0].y[0])
     assert ends.pairs.tolist() == expected and ends.answers.tolist() == [a for a, _ in expected]
-    torch.testing.assert_close(
-        ends.states[0][: len(states)], torch.stack(states), atol=1e-4, rtol=0
-    )
+    first_states = ends.states[0][: len(states)]
+    torch.testing.assert_close(first_states, torch.stack(states), atol=1e-4, rtol=0)
 
 
 def test_impossible_number_of_centroids_is_refused(args, tmp_path, capsys):
@@ -238,6 +234,5 @@ def test_centroids_without_source_states_stay_random(args, overrides, reason):
 def test_run_cannot_start_from_itself(source, capsys):
     overrides = f"out_dir={source.parent}", f"init_from={source}"
     config_file = source.parent / "c.yaml"
-    assert "this run itself" in refused(
-        capsys, "train", "--config", config_file, *overrides, "--overwrite"
-    )
+    command = ("train", "--config", config_file, *overrides, "--overwrite")
+    assert "this run itself" in refused(capsys, *command)
