@@ -90,7 +90,7 @@ class FPMamba(nn.Module):
 
         # 2. Run the recurrence: one exact solve per token.
         y, h = x.new_zeros(len(x), self.d), x.new_zeros(len(x), self.d, self.n)
-        noise_scale = self.state_noise * self.training * torch.rand(len(x), 1, 1)
+        noise_scale = (self.state_noise if self.training else 0.0) * torch.rand(len(x), 1, 1)
         noise = noise_scale * torch.randn_like(x) * self.out_norm.weight
         ys = []
         for t in range(x.shape[1]):

@@ -37,6 +37,7 @@ class FixedPointLayer(nn.Module):
         unknown = sorted(fields.keys() - FPRNNConfig.__signature__.parameters.keys())
         if unknown:
             raise ValueError(f"FixedPointLayer does not know the field {', '.join(unknown)}")
+        # The initial output projection is scaled by 1 / √n_layer: by default as in a single layer.
         self.config = FPRNNConfig(d_model=d_model, **{"n_layer": 1, **fields})
         self.block = build_block(self.config)
         with torch.no_grad():
@@ -61,6 +62,7 @@ class FixedPointLayer(nn.Module):
                 f"x has shape {tuple(x.shape)}: it must be (batch, length, {self.config.d_model})"
             )
         mask = read_attention_mask(attention_mask, *x.shape[:2])
-        tokens = Tokens(x, None, mask, None).move_padding_right()
-        seqs = Sequences(tokens.mask, None, return_state=False, options=SolveOptions(self.config))
-        return tokens.restore_padding(self.block(tokens.hidden, seqs)[0])
+        tokens = Tokens(hidden=x, input_ids=None, mask=mask, starts=None).move_padding_right()
+        seqs = Sequences(mask=tokens.mask, options=SolveOptions(self.config))
+        output = self.block(tokens.hidden, seqs)[0]
+        return tokens.restore_padding(output)

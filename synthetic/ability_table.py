@@ -23,7 +23,8 @@ def judge_abilities(runs: Sequence[FinishedRun]) -> pd.DataFrame:
         run = next(run for run in runs if run.label == label)
         for threshold in run.cfg.thresholds:
             means = average_seeds(model_table[model_table["metric"] == threshold.metric])
-            length = threshold.length or means.index[0]
+            length = threshold.length
+            assert length is not None  # every recipe sets it
             mean = means.loc[length]
             metric = f"{format_metric(threshold.metric)} at {length:,}"
             if length != run.trained_to:

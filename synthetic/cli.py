@@ -48,12 +48,8 @@ def _train(args: argparse.Namespace) -> int:
     from synthetic.train import train
 
     result = train(cfg, args.overwrite)
-    seconds = result["training_seconds"]
-    say(
-        build_summary_table(
-            result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"
-        )
-    )
+    duration = f"{result['updates']} updates in {result['training_seconds']:.0f} s"
+    say(build_summary_table(result, f"{cfg.run_dir}: {duration}"))
     for line in format_thresholds(result):
         say(line)
     say(f"result   {RunDir(cfg.run_dir).result}")
@@ -63,7 +59,7 @@ def _train(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from lm.runs import path_checks
 
-    path_checks.check_run(args.run)
+    path_checks.check_run(args.run)  # before the slow imports
 
     from lm.common.console import say
     from synthetic.evaluate import evaluate_run
@@ -79,7 +75,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from lm.runs import path_checks
 
-    path_checks.check_run(args.run)
+    path_checks.check_run(args.run)  # before the slow imports
 
     from lm.evaluation.inspection.show import choose_page, show
     from synthetic.inspection import inspect_run
@@ -111,7 +107,8 @@ def _validate(args: argparse.Namespace) -> int:
     out_dir = args.out_dir or ("runs/validate_quick" if args.quick else "runs/validate")
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(build_table(summarize_abilities(runs), "Models and their abilities"))
-    drawing = draw_curves(runs, "Abilities over test lengths", log_ratio=1)  # always logarithmic
+    # log_ratio=1: the length axis is always logarithmic.
+    drawing = draw_curves(runs, "Abilities over test lengths", log_ratio=1)
     say("\n".join(describe_runs(runs, drawing)))
     for path in write_files(drawing, Path(out_dir)):
         say(f"wrote    {path}")
@@ -279,7 +276,7 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--quick",
         action="store_true",
-        help="six of the thirteen abilities, one seed, fewer test sequences: minutes per model",
+        help="six of the thirteen abilities, one seed, fewer test sequences; minutes per model",
     )
     command.add_argument(
         "--seeds",

@@ -17,7 +17,7 @@ from synthetic.lengths import MAX_LENGTH, parse_ranges
 from synthetic.tasks import registered_tasks
 
 SingleLength = Annotated[int, Field(gt=0, le=MAX_LENGTH)]
-LengthOrInterval = SingleLength | tuple[SingleLength, SingleLength]  # or [shortest, longest]
+LengthOrInterval = SingleLength | tuple[SingleLength, SingleLength]  # length, or its range
 MAX_BATCH_IDS = 2**28  # 2 GiB of token ids, before the embedding
 
 
@@ -113,10 +113,9 @@ class Train(Section):
     # curriculum, the second pass starts after its end. 0: no second pass.
     adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end training when the headline metric reaches this
-    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED_ON_RESUME] = (
-        "auto"  # auto: bf16 on a GPU
-    )
-    threads: int | None = Field(None, gt=0)
+    # auto: bf16 on a GPU, fp32 on a CPU
+    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED_ON_RESUME] = "auto"
+    threads: int | None = Field(None, gt=0)  # CPU threads of PyTorch; null: its default
     # If a loss or gradient is NaN or infinite, training returns to the last checkpoint and
     # continues with the next batches, at most this many times.
     max_rollbacks: int = Field(2, ge=0)
@@ -159,7 +158,7 @@ class Train(Section):
 class Eval(Section):
     """Evaluation, during training and at the end."""
 
-    every: int = Field(200, gt=0)  # updates between validations at the longest training length
+    every: int = Field(200, gt=0)  # updates between validations, at the current longest length
     lengths: str = "2:48"  # at the end; see `synthetic.evaluate.parse_lengths`
     during: str | None = None  # lengths measured during training as well (Fig. 5 and 6)
     examples: int = Field(1000, gt=0)  # sequences per length
@@ -247,10 +246,10 @@ class Config(lm_schema.Run):
         limits = {"train.max_iters": self.train.max_iters, "eval.max_iters": self.eval.max_iters}
         for key, value in limits.items():
             if value not in (None, "config") and not self.solver.iterates:
-                unlimited = "config" if key == "train.max_iters" else "null"
+                default = "config" if key == "train.max_iters" else "null"
                 raise ValueError(
                     f"`{key}` is {value}, but solver.token: exact has no iterations to limit: set"
-                    f" solver.token to iterate, or {key} to {unlimited}"
+                    f" solver.token to iterate, or {key} to {default}"
                 )
         return self
 

@@ -53,7 +53,7 @@ def parse_lengths(text: str, task: Task) -> list[int]:
                 for length in candidates
                 if length >= task.min_length
             ]
-            candidates = valid or candidates
+            candidates = valid or candidates  # if none is valid, check_length refuses them
         for length in candidates:
             task.check_length(length)
         lengths.update(candidates)
@@ -142,9 +142,9 @@ def override_solver(model: nn.Module, **fields: Any) -> contextlib.AbstractConte
     Fields that are None keep the config's value. Without a solver, the context does nothing.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    context: Any = getattr(model, "solving", None)
-    if fields and context is not None:
-        return context(**fields)
+    make_context: Any = getattr(model, "solving", None)
+    if fields and make_context is not None:
+        return make_context(**fields)
     return contextlib.nullcontext()
 
 
@@ -195,7 +195,7 @@ class _Scores:
         for name, items in self.task.score(predicted, batch).items():
             row = item_rows.get(name, np.arange(len(items)))
             if self.task.streams:
-                group = row + number * batch.labels.size  # rows of different batches differ
+                group = row + number * batch.labels.size  # no two batches share a group
             else:
                 group = self.sample_hashes[-1][row]
             self.values.setdefault(name, []).append(items)
@@ -213,15 +213,17 @@ class _Scores:
         return {"metrics": means, "stderr": errors}
 
 
-def _count_training_overlap(task: Task, length: int, sequences: int, is_held_out: bool) -> dict:
+def _count_training_overlap(
+    task: Task, length: int, sequence_count: int, is_overlap_known: bool
+) -> dict:
     """Count the test sequences that training may contain as well: {"count", "of"}.
 
     The count is None if it is unknown, as for streams, whose splits are files. If a length has too
     few samples for disjoint splits, training may contain all sequences.
     """
-    count = 0 if task.is_held_out(length) else sequences
-    is_known = is_held_out and not task.streams
-    return {"count": count if is_known else None, "of": sequences}
+    if task.streams or not is_overlap_known:
+        return {"count": None, "of": sequence_count}
+    return {"count": 0 if task.is_held_out(length) else sequence_count, "of": sequence_count}
 
 
 def _plan_batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
@@ -268,7 +270,7 @@ def measure(
     seed: int,
     precision: str,
     token_by_token: bool = False,
-    is_held_out: bool = True,
+    is_overlap_known: bool = True,
 ) -> dict:
     """Measure the model at one length, and leave it in evaluation mode.
 
@@ -285,7 +287,8 @@ def measure(
         precision: "fp32" or "bf16".
         token_by_token: Solve token by token; the model must carry its state. ℓ* is still measured
             on whole sequences.
-        is_held_out: Whether the model was trained on data with disjoint splits.
+        is_overlap_known: Whether the model was trained on the train split of this very task, so
+            that `task.is_held_out` applies.
 
     Returns:
         "metrics" and "stderr" (repetitions of a sequence count as one sample), "sequences",
@@ -298,8 +301,9 @@ def measure(
     """
     # 1. Read everything, then measure ℓ* on the first sequences.
     task.check_length(length)
-    count, batch_size = _plan_batches(task, cfg, length, split)
-    batches = (task.batch(seed, split, i, batch_size, (length, length)) for i in range(count))
+    batch_count, batch_size = _plan_batches(task, cfg, length, split)
+    batches = (task.batch(seed, split, i, batch_size, (length, length)) for i in range(batch_count))
+    sequence_count = batch_count * batch_size
     scores = _Scores(task)
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -318,10 +322,10 @@ def measure(
     whole_reading = IN_SEGMENTS if task.streams else AT_ONCE
     record = {
         **scores.summarize(),
-        "sequences": count * batch_size,
+        "sequences": sequence_count,
         "read": TOKEN_BY_TOKEN if token_by_token else whole_reading,
         "solver": solver,
-        "in_training": _count_training_overlap(task, length, count * batch_size, is_held_out),
+        "in_training": _count_training_overlap(task, length, sequence_count, is_overlap_known),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
@@ -331,7 +335,7 @@ def measure(
 
 
 def _add_probe(record: dict, probe_result: Any, scores: _Scores) -> None:
-    """Add ℓ*, its standard error and the number of probed sequences to a record."""
+    """Add ℓ*, its standard error and the number of probed sequences to a record, in place."""
     iterations = probe_result.num_iters.double().mean(0).cpu().numpy()  # (b,), mean over layers
     count = len(iterations)
     group = np.arange(count) if scores.task.streams else scores.sample_hashes[0][:count]
@@ -346,7 +350,7 @@ def evaluate_all(
     cfg: Config,
     lengths: Sequence[int],
     precision: str,
-    is_held_out: bool = True,
+    is_overlap_known: bool = True,
 ) -> list[dict]:
     """Measure every length with every seed of `eval`; with eval.sequential also token by token.
 
@@ -366,7 +370,7 @@ def evaluate_all(
     progress = Progress("evaluating", total=total, unit="tokens per sequence")
     for length, seed, token_by_token in itertools.product(lengths, seeds, ways_of_reading):
         row = measure(
-            model, task, cfg, length, "test", seed, precision, token_by_token, is_held_out
+            model, task, cfg, length, "test", seed, precision, token_by_token, is_overlap_known
         )
         results.append({"length": length, "seed": seed, **row})
         tokens_done += length
@@ -401,12 +405,13 @@ def evaluate_run(
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
     lengths = parse_lengths(cfg.eval.lengths, task)
-    is_held_out = (
-        cfg.task == load_config(RunDir(run_dir).config).task
-    )  # another task has other splits
-    results = evaluate_all(model, task, cfg, lengths, precision, is_held_out)
-    evaluated_lengths = {None, *(row["length"] for row in results)}  # None: of all lengths
-    thresholds = [t for t in cfg.thresholds if t.length in evaluated_lengths]
+    trained_task = load_config(RunDir(run_dir).config).task  # an override may change cfg.task
+    results = evaluate_all(
+        model, task, cfg, lengths, precision, is_overlap_known=cfg.task == trained_task
+    )
+    evaluated_lengths = {row["length"] for row in results}
+    # A threshold without a length is on the mean over all lengths.
+    thresholds = [t for t in cfg.thresholds if t.length in (None, *evaluated_lengths)]
     result = {
         "run": str(run_dir),
         "task": cfg.task.name,

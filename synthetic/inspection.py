@@ -57,7 +57,7 @@ def inspect_run(
         batch = task.parse_typed(texts or [])
     else:
         task.check_length(length)
-        batch = task.batch(seed, "test", 0, 1, (length, length))
+        batch = task.batch(seed, "test", index=0, batch_size=1, lengths=(length, length))
     return inspect_batch(model, task, batch, cfg.name, precision, cfg.eval.max_iters)
 
 
@@ -88,14 +88,16 @@ def inspect_batch(
     if length > MAX_TOKENS:
         raise TaskError(f"the sequence has {length:,} tokens: inspect shows at most {MAX_TOKENS:,}")
     ids, labels, _ = move_to_device(batch, device)
-    ids = ids[:, :length]
+    ids = ids[:, :length]  # without padding, so that no mask is needed
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with override_solver(model, eval_max_iters=max_iters), autocast:
         logits, layers = run_with_probe(model, ids)
         solver = describe_solver(model, length)
     targets = [None if label == IGNORE else label for label in labels[0, :length].tolist()]
     scores = score_predictions(logits, targets)
-    guesses = name_guesses(scores.guesses, lambda ids: [_name_answer(task, i) for i in ids])
+    guesses = name_guesses(
+        scores.guesses, lambda guessed_ids: [_name_answer(task, i) for i in guessed_ids]
+    )
     answers = [
         Answer(_name_answer(task, predicted), None if target is None else task.answer_name(target))
         for predicted, target in zip(logits.argmax(-1).tolist(), targets, strict=True)

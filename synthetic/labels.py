@@ -30,7 +30,7 @@ _MIXERS_WITH_RANK = ("householder", "dplr", "mixture")
 _DEPENDENCE_ON_Y = {"dt_h_dep": "λ", "b_h_dep": "b", "c_h_dep": "c", "mixer_h_dep": "Q"}
 # Keys of a point that `_describe_model_kind` describes.
 _MODEL_KIND_KEYS = {"name", "block", "layers", "mixer", "mixer_rank", "n_householder"}
-# Keys without text of their own in a label: another text describes them, or the name does.
+# Keys that add no text to a label, because another part of the label depends on them.
 _KEYS_WITHOUT_TEXT = {*_MODEL_KIND_KEYS, *_DEPENDENCE_ON_Y, "n_layer", "headdim", "n_heads"}
 _KEYS_WITHOUT_TEXT |= {"allow_neg_eigval"}
 
@@ -50,7 +50,7 @@ def label_model(cfg: Config, point: dict[str, Any]) -> str:
     if values.keys() & _MODEL_KIND_KEYS:
         parts.append(_describe_model_kind(model))
     if "n_layer" in values:
-        parts.append(f"{model.n_layer} layer{'s' * (model.n_layer > 1)}")
+        parts.append("1 layer" if model.n_layer == 1 else f"{model.n_layer} layers")
     if values.keys() & _DEPENDENCE_ON_Y.keys():
         symbols = [s for key, s in _DEPENDENCE_ON_Y.items() if getattr(model, key, False)]
         parts.append(f"y in {', '.join(symbols)}" if symbols else "y in none")

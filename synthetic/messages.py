@@ -26,9 +26,10 @@ def describe_solvers(model: nn.Module, cfg: Config) -> str:
     if isinstance(training, str) or isinstance(evaluation, str):
         return "none"
     if training["max_iters"] is not None:
-        training["max_iters"] = choose_max_iters(cfg, 0)
         if cfg.train.max_iters == "gamma":
             training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+        else:
+            training["max_iters"] = choose_max_iters(cfg, update=0)  # the same for every update
     if evaluation["max_iters"] is not None:
         evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
     return (

@@ -164,6 +164,7 @@ def build_summary(table: pd.DataFrame, runs: list[FinishedRun]) -> list[dict]:
         for column, mean in means.iterrows():
             name = column if isinstance(column, str) else f"at {column}"
             row[name] = format_mean(mean["value"], mean["error"])
+        # The label of a scatter plot is the model, whose runs have several tasks.
         seconds = [
             run.result["training_seconds"] for run in runs if label in (run.label, run.model)
         ]
@@ -324,7 +325,7 @@ def _select_lengths(evaluated: list[int], trained_to: int, lengths: str) -> tupl
     if lengths == "beyond":
         longer = [length for length in evaluated if length >= trained_to] or evaluated
         return longer, f"mean of lengths {longer[0]} to {longer[-1]}"
-    return evaluated, "on the test set"
+    return evaluated, "on the test set"  # "all" is for CatbAbI, which has a single length
 
 
 def draw_training_times(runs: list[FinishedRun], title: str) -> Drawing:

@@ -157,7 +157,8 @@ def _flatten(point: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and not isinstance(value, Variant):
             flat |= {f"{key}.{name}": v for name, v in value.items()}
         else:
-            flat["model.name" if key == "model" else key] = value  # `model: mamba` is short
+            # `model: mamba` is short for `model: {name: mamba}`.
+            flat["model.name" if key == "model" else key] = value
     return flat
 
 
@@ -240,6 +241,7 @@ def report(
     check_folder(folder)
     suffixes = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
     paths = {label: folder / f"{name}.{suffix}" for label, suffix in suffixes.items()}
+    # The heading of the CSV shows that this program wrote these files and may replace them.
     check_together(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
     failure = None
     if run_missing:

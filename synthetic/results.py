@@ -60,7 +60,8 @@ def format_solvers(rows: list[dict]) -> str:
     """Return the solvers of the rows as text, with a line for each way of reading."""
     pairs = list(dict.fromkeys((row["read"], format_solver(row["solver"])) for row in rows))
     if len(pairs) == 1:
-        return "read {}; solver: {}".format(*pairs[0])
+        reading, solver = pairs[0]
+        return f"read {reading}; solver: {solver}"
     return "\n".join(f"{reading}: {solver}" for reading, solver in pairs)
 
 
@@ -75,7 +76,7 @@ def format_overlap(rows: list[dict]) -> str:
 
 
 def flag_other_solutions(rows: list[dict]) -> list[bool]:
-    """Return a flag per layer: does ℓ* of some row belong to another solution than the model's?
+    """Return per layer whether ℓ* of any row needs OTHER_SOLUTION_MARK.
 
     The list is empty for a model without a solver.
     """

@@ -98,7 +98,7 @@ class Training(Loop):
         if cfg.train.threads:
             torch.set_num_threads(cfg.train.threads)
         if not torch.cuda.is_available():
-            keep_freed_memory()
+            keep_freed_memory()  # page faults cost up to a quarter of an update on a CPU
         self.task = tasks.build_task(cfg.task)
         self.eval_lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
@@ -129,7 +129,7 @@ class Training(Loop):
     def _restrict_elements(self, count: int | None) -> None:
         """Draw later batches from the `count` simplest elements only; None: from all."""
         self.task.restrict_elements(count)
-        self.num_elements = None if count == self.task.vocab_size else count
+        self.num_elements = None if count == self.task.vocab_size else count  # None: all
 
     @property
     def _is_curriculum_over(self) -> bool:
@@ -230,14 +230,14 @@ class Training(Loop):
         }
 
     def load_state_dict(self, saved: dict) -> None:
-        """Continue from a `state_dict`; version 0.1 wrote none with "letters"."""
+        """Continue from a `state_dict`."""
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
         self.batch_number = saved["batch_number"]
         self.seconds = saved["seconds"]
         self.longest = saved["longest"]
-        self._restrict_elements(saved.get("letters"))
+        self._restrict_elements(saved.get("letters"))  # checkpoints of version 0.1 lack this key
         self.solved_at = saved["solved_at"]
         self.state = saved["state"]
         self.rollbacks = saved["rollbacks"]
@@ -266,7 +266,7 @@ class Training(Loop):
         return super().is_last or self.solved_at is not None
 
     def _training_seconds(self) -> float:
-        """Return the seconds of training in this process and the previous ones of the run."""
+        """Return the seconds of training in all processes of the run, including this one."""
         return self.seconds + (time.perf_counter() - self.fit_start)
 
     def _batches(self) -> Iterator[tasks.Batch]:
@@ -287,7 +287,7 @@ class Training(Loop):
     def update(self) -> None:
         """Make one update, and store the values to log in `last_record`."""
         # 1. Set the learning rates and read the batch.
-        number = self.step + 1  # updates count from 1
+        number = self.step + 1  # number of this update, from 1 on
         factor = lr_factor(self.cfg.optim, self.cfg.train.steps, number)
         for group, peak_lr in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak_lr * factor
@@ -316,7 +316,8 @@ class Training(Loop):
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.last_record, self.is_stop_requested = record, self.signals.is_stop_requested
+        self.last_record = record
+        self.is_stop_requested = self.signals.is_stop_requested
 
     def _compute_gradient(
         self, number: int, tensors: BatchTensors, is_continuation: bool
@@ -332,8 +333,8 @@ class Training(Loop):
             Diverged: If a block computes NaN or infinity, in forward or backward.
         """
         initial_state = self.state if is_continuation else None
-        has_own_limit = self.cfg.train.max_iters != "config"
-        max_iters = choose_max_iters(self.cfg, number) if has_own_limit else None
+        uses_solver_limit = self.cfg.train.max_iters == "config"
+        max_iters = None if uses_solver_limit else choose_max_iters(self.cfg, number)
 
         def forward() -> tuple[torch.Tensor, Answers]:
             return compute_loss(
@@ -412,7 +413,7 @@ class Training(Loop):
         return self.step % self.cfg.eval.every == 0 and self.step < self.cfg.train.steps
 
     def _probe_if_due(self) -> None:
-        """Measure ℓ* on the last batch, unless a validation is due, which measures it as well."""
+        """Measure ℓ* on the last batch; a validation that is due measures it instead."""
         is_probe_due = is_due(self.step, self.cfg.log.probe_every) and not self._is_validation_due
         if self.solver == "none" or not is_probe_due:
             return
@@ -423,9 +424,9 @@ class Training(Loop):
         self.write(record)
 
     def _validate_if_due(self) -> None:
-        """Measure on validation data at the current training length, and advance the curriculum.
+        """Validate at the current longest length, then advance the curriculum or end the training.
 
-        If there is nothing left to advance, a score of at least `train.stop_at` ends the training.
+        Training ends early only after the curriculum, at a score of at least `train.stop_at`.
         """
         if not self._is_validation_due:
             return
@@ -435,7 +436,7 @@ class Training(Loop):
             record = {"step": self.step, "valid": scores, "seconds": round(seconds, 1)}
             elements_text = ""
             if self.num_elements:
-                record["letters"] = self.num_elements
+                record["letters"] = self.num_elements  # key of earlier versions
                 elements_text = f", {self.num_elements} of {self.task.vocab_size} elements"
             if self.lengths_during:
                 record["over_lengths"] = {
@@ -456,7 +457,8 @@ class Training(Loop):
             "valid",
             self.cfg.seed,
             self.precision,
-            is_held_out=not self.num_elements,  # sequences of few elements have no disjoint splits
+            # Few elements give too few sequences for disjoint splits.
+            is_overlap_known=self.num_elements is None,
         )
 
     def _advance_or_stop(self, score: float) -> None:
@@ -484,8 +486,10 @@ class Training(Loop):
         Raises:
             Diverged: If one of them is not finite.
         """
-        weights = {"the weights": list(self.model.parameters())}  # all, not only those with NaN
-        if message := describe_nonfinite(collect_tensors(self.state_dict()) | weights):
+        tensors = collect_tensors(self.state_dict())
+        # `collect_tensors` selects only weights with NaN; a checkpoint also needs finite ones.
+        tensors["the weights"] = list(self.model.parameters())
+        if message := describe_nonfinite(tensors):
             raise Diverged(message)
 
     def state_files(self) -> dict:
@@ -495,7 +499,7 @@ class Training(Loop):
     def conclude(self) -> dict:
         """Evaluate the trained model, write result.json, and return its content."""
         cfg, task = self.cfg, self.task
-        task.restrict_elements(None)
+        task.restrict_elements(None)  # even if the curriculum has not reached all elements
         results = evaluate_all(self.model, task, cfg, self.eval_lengths, self.precision)
         result = {
             "task": cfg.task.name,
@@ -508,7 +512,7 @@ class Training(Loop):
             "headline": task.headline,
             "chance": task.chance,
             "eval": results,
-            "bars": judge_thresholds(cfg.thresholds, results),
+            "bars": judge_thresholds(cfg.thresholds, results),  # key of earlier versions
         }
         write_json(self.run.result, result)
         if note := describe_unfinished_curriculum(result, cfg):

@@ -25,7 +25,7 @@ def choose_max_iters(cfg: Config, update: int) -> int:
     if settings.max_iters == "unlimited":
         return 10**9  # never reached: the solver stops when its damped step size is tiny
     if settings.max_iters == "gamma":
-        # The data use [seed, index of the split, batch]: this number is no index of a split.
+        # Data use the seeds [seed, index of the split, batch]; no split has the index len(SPLITS).
         rng = np.random.default_rng([cfg.seed, len(tasks.SPLITS), update])
         return int(np.ceil(rng.gamma(settings.gamma_shape)))
     return settings.max_iters

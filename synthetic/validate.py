@@ -24,8 +24,8 @@ MODEL_SECTIONS = ("model", "solver", "optim")  # sections of a recipe that a mod
 # MAX_TOKENS tokens.
 LENGTH_FACTORS = (1, 2, 4, 8, 16, 32, 64)
 MAX_TOKENS = 1200
-SEEDS = (0, 1, 2)  # training seeds; a quick profile has only the first
-QUICK_EXAMPLES = 200  # sequences per length in a quick profile
+SEEDS = (0, 1, 2)  # training seeds; --quick uses only the first
+QUICK_EXAMPLES = 200  # test sequences per length with --quick
 
 
 class Ability(NamedTuple):
@@ -35,20 +35,20 @@ class Ability(NamedTuple):
     """
 
     recipe: str  # file name in RECIPE_DIR, without .yaml
-    is_quick: bool = False  # whether the quick profile includes it
+    is_quick: bool = False  # whether --quick includes it
 
 
 ABILITIES = {
-    "state": Ability("s3", True),  # running products of S3
+    "state": Ability("s3", is_quick=True),  # running products of S3
     "automaton": Ability("automaton"),  # an automaton with a group that is not solvable
     "session": Ability("repl"),  # swaps of variables in a Python session
     "parity": Ability("parity"),  # whether the number of ones is odd
-    "brackets": Ability("dyck", True),  # the innermost open bracket
-    "arithmetic": Ability("mod_arithmetic", True),  # expressions modulo 3
-    "copying": Ability("copy", True),  # a string, character by character
+    "brackets": Ability("dyck", is_quick=True),  # the innermost open bracket
+    "arithmetic": Ability("mod_arithmetic", is_quick=True),  # expressions modulo 3
+    "copying": Ability("copy", is_quick=True),  # a string, character by character
     "selective copying": Ability("selective_copying"),  # tokens among blanks
-    "look-up": Ability("recall", True),  # the character after a given one
-    "recall": Ability("mqar", True),  # values by their keys (MQAR)
+    "look-up": Ability("recall", is_quick=True),  # the character after a given one
+    "recall": Ability("mqar", is_quick=True),  # values by their keys (MQAR)
     "noisy recall": Ability("noisy_recall"),  # the same with noise
     "fuzzy recall": Ability("fuzzy_recall"),  # keys and values of several tokens
     "memorization": Ability("memorization"),  # a fixed dictionary
@@ -105,8 +105,8 @@ def plan_runs(
         paths: YAMLs with a `model:` section.
         overrides: key=value, applied to the MODEL_SECTIONS.
         out_dir: Folder of the runs.
-        quick: Only the quick abilities, with fewer test sequences.
-        seeds: Training seeds; None: SEEDS, or the first of them in a quick profile.
+        quick: Only the abilities with `is_quick`, with fewer test sequences.
+        seeds: Training seeds; None: SEEDS, or with `quick` only the first of them.
 
     Raises:
         ConfigError: If there is no config, one is invalid, two have the same name, or a seed occurs
@@ -127,7 +127,7 @@ def plan_runs(
             if quick and not is_quick:
                 continue
             tree = _replace_model(load_tree(RECIPE_DIR / f"{recipe}.yaml"), sections)
-            tree |= {"out_dir": out_dir}
+            tree["out_dir"] = out_dir
             if quick:
                 tree["eval"] = {**tree["eval"], "examples": QUICK_EXAMPLES}
             tree["eval"] = {**tree["eval"], "lengths": _choose_lengths(tree, path)}
@@ -166,8 +166,8 @@ def _choose_lengths(tree: dict, path: str) -> str:
         # In a range, a length that the task lacks is replaced by the next shorter one.
         length = parse_lengths(f"{target - 1}:{target}:1", task)[-1]
         # A sequence may have more tokens than its length: a copied string occurs twice.
-        tokens = task.batch(0, "test", 0, 1, (length, length)).input_ids.shape[1]
-        if tokens <= MAX_TOKENS:
+        sample = task.batch(seed=0, split="test", index=0, batch_size=1, lengths=(length, length))
+        if sample.input_ids.shape[1] <= MAX_TOKENS:
             lengths.add(length)
     return ",".join(map(str, sorted(lengths)))
 
@@ -182,9 +182,8 @@ def validate(
 ) -> list[FinishedRun]:
     """Train and evaluate every model on every ability; finished runs are not repeated.
 
-    The other arguments are those of `plan_runs`.
-
     Args:
+        paths, overrides, out_dir, quick, seeds: As in `plan_runs`.
         jobs: Number of processes at once.
 
     Returns:
@@ -198,6 +197,7 @@ def validate(
     """
     runs = plan_runs(paths, overrides, out_dir, quick, seeds)
     files = [Path(out_dir) / name for name in OUTPUT_FILES]
+    # The heading of the CSV shows that this program wrote both files and may replace them.
     check_together(files[0], ",".join(LAST_COLUMNS), *files)
     for cfg in filter(is_finished, runs.values()):
         if changes := find_differences(cfg):
@@ -208,6 +208,15 @@ def validate(
     say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them already finished")
     run_all(list(runs.values()), jobs)
     return [
-        FinishedRun(cfg.run_dir, cfg, cfg.seed, {}, key.model, key.ability, read_result(cfg), [])
+        FinishedRun(
+            run_dir=cfg.run_dir,
+            cfg=cfg,
+            seed=cfg.seed,
+            point={},
+            model=key.model,
+            panel=key.ability,
+            result=read_result(cfg),
+            records=[],
+        )
         for key, cfg in runs.items()
     ]

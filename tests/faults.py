@@ -146,7 +146,8 @@ def main() -> int:
     for fault in sys.argv[1].split(","):
         name, _, count = fault.partition("=")
         FAULTS[name](int(count))
-    if name.startswith("synthetic"):
+    is_synthetic = name.startswith("synthetic")  # all faults of a run are of the same trainer
+    if is_synthetic:
         from synthetic.cli import main as command
     else:
         from lm.cli.main import main as command

@@ -188,9 +188,7 @@ def _import_modules():
         importlib.import_module(name)
     gc.freeze()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    threads = [
-        name for name in threads if name != "jemalloc_bg_thd"
-    ]  # pyarrow restarts this thread
+    threads = [name for name in threads if name != "jemalloc_bg_thd"]  # pyarrow restarts it
     assert len(threads) == 1, "a thread would be lost in a fork"
 
 

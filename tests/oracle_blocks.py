@@ -155,7 +155,8 @@ class Mamba(Block):
         if self.c.b_h_dep:
             B = B + self.read_from("bc_y_proj", slice(0, k), previous)
         if self.c.c_h_dep:  # these rows follow B's rows, if it has any
-            C = C + self.read_from("bc_y_proj", slice(k * self.c.b_h_dep, None), previous)
+            first_row = k if self.c.b_h_dep else 0
+            C = C + self.read_from("bc_y_proj", slice(first_row, None), previous)
         return B, C
 
     def compute_output(self, ys):
@@ -345,8 +346,8 @@ def by_document(function, u, starts=None, mask=None):
 def apply_map(parameters, options, u, y, starts=None, mask=None):
     """Return f(y) of a batch. u: (b,l,d_model), y: (b,l,d) → (b,l,d)."""
 
-    def iterate(u_ld, place):
-        row, positions = place
+    def iterate(u_ld, row_and_positions):
+        row, positions = row_and_positions
         return torch.stack(block_of(parameters, options, u_ld).iterate(list(y[row, positions]))[0])
 
     return by_document(iterate, u, starts, mask)
@@ -355,11 +356,11 @@ def apply_map(parameters, options, u, y, starts=None, mask=None):
 def solve(parameters, options, u, starts=None, mask=None):
     """Return y* of a batch, shape (b,l,d), without gradient."""
 
-    def solve(u_ld, _):
+    def solve_document(u_ld, _):
         return torch.stack(block_of(parameters, options, u_ld).solve())
 
     with torch.no_grad():
-        return by_document(solve, u, starts, mask)
+        return by_document(solve_document, u, starts, mask)
 
 
 def block_output(parameters, options, u, starts=None, mask=None):
@@ -384,7 +385,7 @@ def compute_logits(parameters, options, ids, mask=None):
             for t in range(1, ids.shape[1]):
                 starts[row, t] = ids[row, t - 1] == eos
 
-    def compute_logits(hidden, _):
+    def compute_document_logits(hidden, _):
         residual = torch.zeros_like(hidden)
         for i in range(options.n_layer):
             layer = under(p, f"backbone.layers.{i}")
@@ -395,7 +396,7 @@ def compute_logits(parameters, options, ids, mask=None):
         head = "backbone.embeddings" if options.tie_embeddings else "lm_head"
         return hidden @ p[f"{head}.weight"].T
 
-    return by_document(compute_logits, p["backbone.embeddings.weight"][ids], starts, mask)
+    return by_document(compute_document_logits, p["backbone.embeddings.weight"][ids], starts, mask)
 
 
 def compute_loss(logits, ids):

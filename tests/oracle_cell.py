@@ -168,11 +168,11 @@ def make_row(t, keep, before, raw, weight_y, readout=None):
 
 def solve_cell(arguments, tol=1e-14):
     """Solve the problem of lm.kernels.cpu.cpu_cell.cell."""
-    layout, options, raw, weight_y, x, dt, A, keep, gate, D, *_ = arguments
-    norm_weight, norm_bias, y0, h0, _, readout = arguments[10:]
+    layout, options, raw, weight_y, x, dt, A, keep, gate, D, *more = arguments
+    norm_weight, norm_bias, y0, h0, _, readout = more
     b, length, d = x.shape
-    heads = len(A) if A.dim() == 1 else None
-    wide = d // options.groups
+    heads = len(A) if A.dim() == 1 else None  # FP-Mamba-2 has a decay rate per head
+    group_width = d // options.groups
     n = A.shape[1] if heads is None else options.states
     y = x.new_zeros(b, d) if y0 is None else y0
     h = x.new_zeros(b, d, n) if h0 is None else h0.reshape(b, d, n)
@@ -186,15 +186,15 @@ def solve_cell(arguments, tol=1e-14):
         )
         if options.bc_norm:
             B, C = unit(B, options.eps), unit(C, options.eps)
-        bc = (B * C).sum(-1).repeat_interleave(wide, -1)
-        B, C = B.repeat_interleave(wide, 1), C.repeat_interleave(wide, 1)  # (b,d,n)
+        bc = (B * C).sum(-1).repeat_interleave(group_width, -1)
+        B, C = (m.repeat_interleave(group_width, 1) for m in (B, C))  # (b,d,n)
         step = dt[:, t] if heads is None else dt[:, t].repeat_interleave(d // heads, -1)
         rate = A if heads is None else A.repeat_interleave(d // heads).unsqueeze(-1)
         h = torch.exp(step.unsqueeze(-1) * rate) * h * keep_t.unsqueeze(-1)
         gates = 1 if gate is None else gate[:, t]
         gamma = step * bc + D
 
-        def end(v, gates=gates):
+        def end(v, gates=gates):  # a default binds the gates of this token
             return norm(gates * v, options, norm_weight, norm_bias)
 
         past = (h * C).sum(-1)

@@ -89,7 +89,8 @@ def against_adversary(ranks, stage):
                     logits = model(input_ids=row[None]).logits[0]
                 loss = cross_entropy(logits, targets)
                 (loss * share / 2).backward()
-                total += (loss * share).item() * (number == 0)
+                if number == 0:
+                    total += (loss * share).item()
     return {
         "expected": [total, total_norm([p.grad for p in model.parameters()])],
         "found": [updates[0].loss, updates[0].grad_norm],

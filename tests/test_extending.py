@@ -56,7 +56,7 @@ def page(tmp_path, monkeypatch):
     loaded_modules = set(sys.modules)
     for register in (mixer_base.MIXERS, tasks.TASKS):
         for name, cls in list(register.items()):
-            monkeypatch.setitem(register, name, cls)
+            monkeypatch.setitem(register, name, cls)  # restored if a test replaces it
     yield folder
     for name in [n for n in set(sys.modules) - loaded_modules if n.startswith(("my_", "evil"))]:
         del sys.modules[name]
@@ -77,6 +77,7 @@ def write_variant(folder, name, old, new):
     """Write a copy of one of the page's files as NAME_2.py, with `old` replaced by `new`."""
     text = (folder / f"{name}.py").read_text(encoding="utf-8")
     assert text.count(old) >= 1
+    # The registered name must differ as well: `@mixer("plane_rotation")`.
     (folder / f"{name}_2.py").write_text(text.replace(old, new).replace('("', '("other_'))
 
 
@@ -104,9 +105,8 @@ def test_mixer_without_low_rank_is_iterated(page):
     write_variant(page, "my_mixer", "low_rank", "turned_plane")
     findings = {f.name: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert all(f.holds is not False for f in findings.values()), findings
-    assert (
-        "low_rank is I − Q" not in findings and findings["gradient of the mixer's parameters"].holds
-    )
+    assert "low_rank is I − Q" not in findings
+    assert findings["gradient of the mixer's parameters"].holds
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,8 @@ def test_mixer_by_registered_name_and_in_a_single_layer(page):
 LOAD = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-assert not any(name.startswith(("lm", "my_")) for name in sys.modules if name[:3] != "lm_")
+ours = [name for name in sys.modules if name.startswith(("lm", "my_"))]
+assert all(name.startswith("lm_") for name in ours)  # other packages, such as lm_eval
 for path in sys.argv[2:]:
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
     mixer = type(model.fixed_point_blocks()[0].mixer)
@@ -229,11 +230,10 @@ def test_run_directory_does_not_run_its_own_code(page, untrusted_run, monkeypatc
         calls = [lambda: init_from.read_source("."), lambda: init_from.read_source(untrusted_run)]
         message = "the configuration that you pass must name it as well"
     else:
-        calls = [
-            (lambda: export(".", "out", trust=trust))
-            if command == "export"
-            else (lambda: fprnn.load(".", trust=trust))
-        ]
+        calls = {
+            "export": [lambda: export(".", "out", trust=trust)],
+            "load": [lambda: fprnn.load(".", trust=trust)],
+        }[command]
         message = "there is no module evil in" if trust else r"--trust \(in Python trust=True\)"
     for call in calls:
         with pytest.raises(ConfigError, match=rf"model\.mixer is evil:Mixer.*{message}"):
@@ -325,7 +325,7 @@ def test_language_model_trains_resumes_and_exports(page, tmp_path):
 # Tasks.
 
 
-def lights(tmp_path, *overrides):
+def load_lights(tmp_path, *overrides):
     small = ("model.d_model=16", "model.d_state=4", "train.batch_size=8", "train.length=10")
     scored = ("eval.lengths=4,10", "eval.examples=16", "eval.batch_size=8", "checkpoint.every=2")
     out_dir = f"out_dir={tmp_path}/runs"
@@ -333,7 +333,7 @@ def lights(tmp_path, *overrides):
 
 
 def test_pages_task_has_correct_labels_and_disjoint_splits(page, tmp_path):
-    cfg = lights(tmp_path)
+    cfg = load_lights(tmp_path)
     assert yaml.safe_load((page / "lights.yaml").read_text())["task"]["name"] == cfg.task.name
     task = tasks.build_task(cfg.task)
     batches = {split: task.batch(0, split, 0, 64, (10, 10)) for split in tasks.SPLITS}
@@ -351,9 +351,11 @@ def test_pages_task_has_correct_labels_and_disjoint_splits(page, tmp_path):
 
 def test_task_with_mixer_trains_resumes_and_evaluates(page, tmp_path, monkeypatch):
     steps = (f"model.mixer={MIXER}", "optim.warmup=1")
-    result = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "name=whole"))
-    train_synthetic(lights(tmp_path, *steps, "train.steps=2", "optim.schedule=constant"))
-    resumed = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "optim.schedule=constant"))
+    result = train_synthetic(load_lights(tmp_path, *steps, "train.steps=4", "name=whole"))
+    train_synthetic(load_lights(tmp_path, *steps, "train.steps=2", "optim.schedule=constant"))
+    resumed = train_synthetic(
+        load_lights(tmp_path, *steps, "train.steps=4", "optim.schedule=constant")
+    )
     assert resumed["updates"] == result["updates"] == 4
     assert [row["length"] for row in result["eval"]] == [4, 10]
     assert result["task"] == "my_tasks:Lights" and result["chance"] == 0.25
@@ -383,7 +385,7 @@ def test_invalid_task_classes_are_refused(page, tmp_path, old, new, message):
 
     write_variant(page, "my_tasks", old, new)
     with pytest.raises((tasks.TaskError, ConfigError)) as e:
-        cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
+        cfg = load_lights(tmp_path, "task.name=my_tasks_2:Lights")
         check_lengths_and_thresholds(cfg, tasks.build_task(cfg.task), [10])
     assert message in str(e.value)
 
@@ -405,9 +407,9 @@ def test_task_without_options_needs_no_init(monkeypatch):
 
 def test_options_need_a_custom_task_and_names_are_checked(page, tmp_path):
     with pytest.raises(ConfigError, match=r"`options` is for a task of your own.*parity reads"):
-        lights(tmp_path, "task.name=parity")
+        load_lights(tmp_path, "task.name=parity")
     with pytest.raises(ConfigError, match=r"unknown task `parrity`.*did you mean `parity`\?"):
-        lights(tmp_path, "task.name=parrity")
+        load_lights(tmp_path, "task.name=parrity")
     with pytest.raises(tasks.TaskError, match=r"task.options.n is 9"):
-        tasks.build_task(lights(tmp_path, "task.options={n: 9}").task)
+        tasks.build_task(load_lights(tmp_path, "task.options={n: 9}").task)
     assert Config().model.mixer == "householder"

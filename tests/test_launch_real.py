@@ -51,10 +51,8 @@ def check_clean_stop(tmp_path, process):
     assert "stopped by a signal after update" in output(tmp_path)
     last = read_losses(tmp_path / "runs/tiny")[-1]["step"]
     assert f"step-{last:06d}" in os.listdir(tmp_path / "runs/tiny/checkpoints")
-    remaining = subprocess.run(
-        ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True
-    ).stdout
-    assert remaining == ""
+    command = ["pgrep", "-f", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,14 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 PATH = Path(__file__).parents[1] / "examples" / "minimal.py"
-RENAMED = {
+# Names in the example → names in lm/model.
+PREFIXES = {
     "embeddings.": "backbone.embeddings.",
     "norm.": "backbone.layers.0.norm.",
     "block.": "backbone.layers.0.block.",
     "norm_f.": "backbone.norm_f.",
+}
+PARTS = {
     "block.u_proj.": "block.mixer.u_proj.",
     "block.alpha_proj.": "block.mixer.alpha_proj.",
     "parametrizations.weight.original0": "gain",
@@ -32,9 +35,9 @@ def minimal():
 
 def rename(name):
     """Return the name in lm/model of a parameter of the example."""
-    prefix = next(prefix for prefix in RENAMED if name.startswith(prefix))
-    name = name.replace(prefix, RENAMED[prefix], 1)
-    for old, new in list(RENAMED.items())[4:]:
+    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+    name = PREFIXES[prefix] + name.removeprefix(prefix)
+    for old, new in PARTS.items():
         name = name.replace(old, new)
     return name
 

@@ -62,8 +62,8 @@ def test_initialization_matches_a_layer_of_a_model():
 def test_layer_ignores_padding_and_is_causal(side, x):
     layer = make_layer(use_short_conv=True)
     mask = torch.ones(3, 7)
-    mask[1, : 3 if side == "left" else None] = 0 if side == "left" else 1
-    mask[1, 4:] = mask[1, 4:] if side == "left" else 0
+    padding = slice(0, 3) if side == "left" else slice(4, 7)
+    mask[1, padding] = 0
     tokens = mask[1] != 0
     unpadded = layer(x[1:2, tokens])
     torch.testing.assert_close(layer(x, mask)[1, tokens], unpadded[0])

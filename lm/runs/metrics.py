@@ -64,9 +64,9 @@ REMEDIES = (
 OTHER_SOLUTION_SHARE = 0.01  # mark a layer's ℓ* above this share of tokens with another solution
 OTHER_SOLUTION_MARK = "†"
 OTHER_SOLUTION_NOTE = (
-    f"{OTHER_SOLUTION_MARK} the paper's procedure, whose iterations ℓ* counts, ends in another"
-    f" solution than the model's at more than {OTHER_SOLUTION_SHARE:.0%} of the tokens: this ℓ*"
-    " does not belong to the model's answers"
+    f"{OTHER_SOLUTION_MARK} marks an ℓ* that does not describe this model: ℓ* counts the iterations"
+    " of the paper's procedure, which converges to a different solution than the model for more"
+    f" than {OTHER_SOLUTION_SHARE:.0%} of the tokens"
 )
 
 

@@ -206,11 +206,14 @@ class Task:
         id_by_name = {name: token_id for token_id, name in enumerate(self.token_names)}
         ids = []
         for text in " ".join(texts).split():
-            names = [text] if text in id_by_name else text  # a token, or one-character tokens
+            # The text is one token, or several tokens of one character each.
+            names = [text] if text in id_by_name else list(text)
             for name in names:
                 if name not in id_by_name:
-                    options = ", ".join(list(id_by_name)[:6]) + ", …" * (len(id_by_name) > 6)
-                    raise TaskError(f"`{text}` is no token of the task: its tokens are {options}")
+                    examples = list(id_by_name)[:6] + (["…"] if len(id_by_name) > 6 else [])
+                    raise TaskError(
+                        f"`{text}` is no token of the task: its tokens are {', '.join(examples)}"
+                    )
                 ids.append(id_by_name[name])
         self.check_length(len(ids))
         return self.label_ids(np.array([ids]))

@@ -79,7 +79,8 @@ def compute_state_frequencies(table: np.ndarray) -> np.ndarray:
     probabilities = np.eye(states)[0]  # the automaton starts in state 0
     total = np.zeros(states)
     for length in range(2048):
-        total += probabilities * (length >= 1024)
+        if length >= 1024:
+            total += probabilities
         probabilities = probabilities @ transition
     frequencies = total / 1024
     return np.where(frequencies < 1e-9, 0, frequencies)

@@ -45,10 +45,10 @@ class _Epoch(NamedTuple):
 class CatBabi(Task):
     """Stories of bAbI (lm/evaluation/tasks/babi.py), read in consecutive segments.
 
-    `batch` cuts the stories of an epoch into batch_size parallel streams. Segment i consists of
-    columns i·S to (i + 1)·S − 1 of all streams, with S = lengths[1]; the last segment may be
-    shorter. Segment 0 starts from an empty state and later segments continue, so batch_size and S
-    must not change within an epoch.
+    The joined stories of an epoch are cut into batch_size parallel streams, one per row. A batch is
+    a segment of S tokens of all streams, where S is the longest length of the interval `lengths`;
+    the last segment of an epoch may be shorter. Segment 0 starts from an empty state and later
+    segments continue, so batch_size and S must not change within an epoch.
 
     In training, each epoch has its own order of stories, a stream may begin within a story, and the
     last tokens (fewer than batch_size) are dropped. In validation and test the order never changes,
@@ -56,8 +56,8 @@ class CatBabi(Task):
     facts. The streams are padded on the right to the longest one, and each question is scored
     exactly once.
 
-    The splits are bAbI's files, which have questions in common. `task.stories` restricts the bAbI
-    tasks used; ids and vocab_size do not depend on it.
+    The splits are bAbI's files, which have questions in common. The option `task.stories` lists the
+    numbers of the bAbI tasks to use; ids and vocab_size do not depend on it.
     """
 
     headline = "accuracy"
@@ -99,7 +99,7 @@ class CatBabi(Task):
         }
         self.chance = 1 / len(answers)
         self._corpora = {split: self._join(selected[split]) for split in SPLITS}
-        self._cut_cached = lru_cache(maxsize=len(SPLITS))(self._cut)
+        self._cut_cached = lru_cache(maxsize=len(SPLITS))(self._cut)  # the last epochs in use
 
     def _join(self, stories: list[babi.Story]) -> _Corpus:
         """Join stories into one sequence of ids, with an `<eos>` before each."""
@@ -108,19 +108,18 @@ class CatBabi(Task):
         tokens = np.full(starts[-1], self.eos, np.int32)
         subtasks = np.zeros(starts[-1], np.int8)
         for start, story in zip(starts + 1, stories):  # + 1: after the `<eos>`
-            tokens[start : start + len(story.tokens)] = [
-                id_by_token[token] for token in story.tokens
-            ]
+            ids = [id_by_token[token] for token in story.tokens]
+            tokens[start : start + len(ids)] = ids
             subtasks[start + np.array(story.answers, np.int64)] = story.task
         return _Corpus(tokens, subtasks, starts)
 
     def check_length(self, length: int) -> None:
         super().check_length(length)
         for split in SPLITS:
-            self._check_size(split, 1, length)
+            self._check_size(split, batch_size=1, length=length)
 
     def is_held_out(self, length: int) -> bool:
-        return False
+        return False  # bAbI's files have questions in common
 
     def _check_size(self, split: str, batch_size: int, length: int) -> None:
         size = len(self._corpora[split].tokens)
@@ -139,10 +138,10 @@ class CatBabi(Task):
     def batch(
         self, seed: int, split: str, index: int, batch_size: int, lengths: tuple[int, int]
     ) -> Batch:
-        """Return segment `index % segments` of epoch `index // segments`."""
+        """Return segment `index % s` of epoch `index // s`, where s is the segments per epoch."""
         length = lengths[1]
         epoch, segment = divmod(index, self.segments(split, batch_size, length))
-        if split != "train":  # the order of stories never changes
+        if split != "train":  # the order of stories never changes; see also `_find_bounds`
             seed = epoch = 0
         streams = self._cut_cached(seed, split, epoch, batch_size)
         columns = slice(segment * length, (segment + 1) * length)
@@ -165,6 +164,8 @@ class CatBabi(Task):
     def _find_bounds(self, split: str, batch_size: int) -> tuple[np.ndarray, int]:
         """Find where to cut the joined stories of an epoch into parallel streams.
 
+        In training the streams have equal lengths; otherwise each begins with a story.
+
         Returns:
             The start of each stream followed by the end of the last, shape (batch_size + 1,), and
             the length of the longest stream.
@@ -174,7 +175,8 @@ class CatBabi(Task):
         if split == "train":
             length = total // batch_size
             return np.arange(batch_size + 1) * length, length
-        sizes = np.diff(starts)[self._draw_order(0, split, 0)]
+        # `batch` fixes the seed and the epoch of validation and test to 0.
+        sizes = np.diff(starts)[self._draw_order(seed=0, split=split, epoch=0)]
         story_starts = np.cumsum([0, *sizes])  # in the order of the epoch
         # Move each even cut to the story boundary at or after it.
         even_cuts = np.arange(batch_size + 1) * total // batch_size
@@ -225,4 +227,6 @@ class CatBabi(Task):
         return metrics
 
     def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
-        return {}  # a row is an arbitrary cut of a stream: each question counts as independent
+        # A row is a piece of a stream and may hold many stories, so its questions are not grouped:
+        # standard errors treat every question as independent.
+        return {}

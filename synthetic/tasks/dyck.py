@@ -62,7 +62,7 @@ class Dyck(FormalLanguage):
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         rows = np.arange(count)
-        stack = np.zeros((count, self.depth + 1), int)
+        stack = np.zeros((count, self.depth + 1), int)  # kind of the open bracket at each depth
         depth = np.zeros(count, int)
         ids = np.empty((count, width), int)
         for position in range(width):

@@ -133,7 +133,9 @@ class InContextRecall(UniformLengthTask):
         self.chance = sum(correct_guesses) / sum(frequencies)
         self.min_length = 4 * max_size  # the same pair twice, whatever its size
         self.length_step = 2 if max_size == 1 else 1
-        self.max_padding = 0 if max_size == 1 else 4 * max_size - 3  # tokens at the end of a row
+        # Tokens at the end of a row: the pairs before the last (`_draw_keys`) have at least
+        # length − 4 max_size + 1 tokens, and the last at least 2.
+        self.max_padding = 0 if max_size == 1 else 4 * max_size - 3
 
     def count_contents(self, width: int) -> float:
         """Return a lower bound: the number of contents of different keys of one token."""

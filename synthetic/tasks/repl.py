@@ -60,11 +60,12 @@ class Repl(UniformLengthTask):
             return np.full(count, token)
 
         def join_with_commas(tokens: list[np.ndarray]) -> list[np.ndarray]:
-            return [part for token in tokens for part in (column(comma), token)][1:]
+            with_leading_comma = [part for token in tokens for part in (column(comma), token)]
+            return with_leading_comma[1:]
 
         # 1. The assignment of the first values.
         values = rng.random((count, n)).argsort(1)  # value of each variable, from 0 on
-        content = [values @ (n ** np.arange(n))]
+        content = [values @ (n ** np.arange(n))]  # the values as one number, in base n
         columns = [column(prompt), *join_with_commas([column(i) for i in range(n)])]
         columns.append(column(equals))
         columns += [*join_with_commas([n + values[:, i] for i in range(n)]), column(newline)]
@@ -76,14 +77,14 @@ class Repl(UniformLengthTask):
             columns.extend(
                 [column(prompt), column(call), variable, column(bracket), column(newline)]
             )
-            labels.extend([column(IGNORE)] * 3)
-            labels.extend([n + values[rows, variable], column(IGNORE)])
+            answer = n + values[rows, variable]  # at the closing bracket
+            labels.extend([*[column(IGNORE)] * 3, answer, column(IGNORE)])
 
         add_print()
         for _ in range(length):
             a = rng.integers(n, size=count)
             b = (a + rng.integers(1, n, size=count)) % n
-            content.append(np.minimum(a, b) * n + np.maximum(a, b))
+            content.append(np.minimum(a, b) * n + np.maximum(a, b))  # the same for (b, a)
             values[rows, a], values[rows, b] = values[rows, b], values[rows, a]
             line = [column(prompt), *join_with_commas([a, b]), column(equals)]
             line += [*join_with_commas([b, a]), column(newline)]

@@ -53,7 +53,7 @@ class UniformLengthTask(Task):
             splits.redraw_samples(
                 split,
                 list_arrays(rows),
-                np.ones(batch_size, bool),
+                np.ones(batch_size, bool),  # every row has the same length and can be redrawn
                 lambda row_numbers: list_arrays(self.draw(rng, len(row_numbers), length, split)),
             )
         mask = None if rows.mask is None or rows.mask.all() else rows.mask

@@ -77,13 +77,14 @@ class WordProblem(Task):
 
         ids = draw(batch_size, length)
         prefix_length = self.prefix_length
-        # Training never draws a sequence of another split. With few elements, validation draws all.
+        # Training never draws a sequence of another split. With few elements, validation draws from
+        # all sequences.
         needs_split = self._has_all_elements or split == "train"
         if needs_split and prefix_length is not None and length >= prefix_length:
             splits.redraw_prefixes(
                 split,
                 ids[:, :prefix_length],
-                np.ones(batch_size, bool),
+                np.ones(batch_size, bool),  # every row has the same length and can be redrawn
                 lambda count: draw(count, prefix_length),
             )
         return Batch(ids, self.group.products(ids))

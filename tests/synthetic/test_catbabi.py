@@ -11,7 +11,7 @@ from synthetic import config
 from synthetic.tasks import IGNORE, SPLITS, TaskError, build_task
 
 SHARED = Path(__file__).parents[3] / "shared/data/babi/en-valid"
-STORY_COUNTS = {"train": 7, "valid": 3, "test": 5}
+STORY_COUNTS = {"train": 7, "valid": 3, "test": 5}  # of each bAbI task
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,13 @@ def folder(tmp_path_factory):
             lines = []
             for story in range(count):
                 lines.append(f"1 Story {task} {split} {story} begins.")
-                for n in range(2, rng.integers(4, 12)):
+                for line_number in range(2, rng.integers(4, 12)):
                     place = rng.choice(["home", "office", "n,w"])
-                    is_question = n == 2 or rng.random() < 0.5
-                    question = f"Where is Mary? \t{place}\t1"
-                    lines.append(f"{n} {question if is_question else f'Mary went to {place}.'}")
+                    if line_number == 2 or rng.random() < 0.5:  # every story has a question
+                        sentence = f"Where is Mary? \t{place}\t1"
+                    else:
+                        sentence = f"Mary went to {place}."
+                    lines.append(f"{line_number} {sentence}")
             (path / f"qa{task}_{split}.txt").write_text("\n".join(lines) + "\n")
     return path
 
@@ -44,6 +46,7 @@ def read_epoch(data, split, batch_size, length, seed=0, epoch=0):
 
 
 def join(batches, field):
+    """Join a field of the batches into streams; a mask of None is all True."""
     if field == "mask":
         rows = [np.ones(b.labels.shape, bool) if b.mask is None else b.mask for b in batches]
     else:
@@ -86,19 +89,20 @@ def test_training_epoch_has_all_stories_except_the_remainder(folder, batch_size,
     data = make_task(folder)
     stories = babi.read(folder, "train")
     total = sum(len(s.tokens) + 1 for s in stories)
-    for number in (0, 1, 5):
-        batches = read_epoch(data, "train", batch_size, length, seed=3, epoch=number)
+    for epoch in (0, 1, 5):
+        batches = read_epoch(data, "train", batch_size, length, seed=3, epoch=epoch)
         assert all(b.mask is None and b.labels.dtype == np.int64 for b in batches)
         ids, labels = join(batches, "input_ids").ravel(), join(batches, "labels").ravel()
         assert len(ids) == total // batch_size * batch_size
         # The answer is the next token, which may belong to the next stream.
         is_scored = labels[:-1] != IGNORE
         assert (labels[:-1] == ids[1:])[is_scored].all()
-        *stories_in_epoch, last = split_stories(data, ids)
+        *complete_stories, last = split_stories(data, ids)
         texts = {" ".join(s.tokens) for s in stories}
-        assert len(set(stories_in_epoch)) == len(stories_in_epoch) and set(stories_in_epoch) < texts
-        assert len(stories_in_epoch) + 1 + batch_size >= len(texts)
-        assert any(text.startswith(last) for text in texts - set(stories_in_epoch))
+        assert len(set(complete_stories)) == len(complete_stories) and set(complete_stories) < texts
+        # Fewer than batch_size tokens are dropped, and with them fewer stories.
+        assert len(complete_stories) + 1 + batch_size >= len(texts)
+        assert any(text.startswith(last) for text in texts - set(complete_stories))
 
 
 def test_segments_continue_within_an_epoch(folder):
@@ -108,9 +112,8 @@ def test_segments_continue_within_an_epoch(folder):
     assert 1 <= batches[-1].input_ids.shape[1] <= 50
     assert [b.is_continuation for b in batches] == [False] + [True] * (len(batches) - 1)
     next_epoch = data.batch(0, "train", len(batches), 4, (50, 50))
-    assert next_epoch.is_continuation is False and not np.array_equal(
-        next_epoch.input_ids, batches[0].input_ids
-    )
+    assert next_epoch.is_continuation is False
+    assert not np.array_equal(next_epoch.input_ids, batches[0].input_ids)
 
 
 def are_equal(a, b):
@@ -119,23 +122,19 @@ def are_equal(a, b):
 
 def test_batches_depend_only_on_their_arguments(folder):
     first, second = make_task(folder), make_task(folder)
-    arguments = [
-        ("train", 9, 1),
-        ("test", 0, 2),
-        ("train", 0, 1),
-        ("train", 100, 1),
-        ("train", 0, 2),
-    ]
-    answers = {a: first.batch(a[2], a[0], a[1], 2, (20, 20)) for a in arguments}
-    for split, index, seed in reversed(arguments):
-        again = second.batch(seed, split, index, 2, (20, 20))
-        assert are_equal(again, answers[split, index, seed])
-    assert not are_equal(answers["train", 0, 1], answers["train", 0, 2])
+    sizes = {"batch_size": 2, "lengths": (20, 20)}
+    # (seed, split, index) of batches of several epochs, in mixed order.
+    arguments = [(1, "train", 9), (2, "test", 0), (1, "train", 0), (1, "train", 100)]
+    arguments.append((2, "train", 0))
+    batches = {key: first.batch(*key, **sizes) for key in arguments}
+    for key in reversed(arguments):
+        assert are_equal(second.batch(*key, **sizes), batches[key])
+    assert not are_equal(batches[1, "train", 0], batches[2, "train", 0])
     # In valid and test neither the seed nor the epoch matters.
-    count = first.segments("test", 2, 20)
+    count = first.segments("test", batch_size=2, length=20)
     for seed, index in [(0, 0), (7, 0), (7, count), (7, 3 * count)]:
         fresh = make_task(folder)  # its cache is empty
-        assert are_equal(fresh.batch(seed, "test", index, 2, (20, 20)), answers["test", 0, 2])
+        assert are_equal(fresh.batch(seed, "test", index, **sizes), batches[2, "test", 0])
 
 
 def test_stories_option_selects_tasks_and_keeps_ids(folder):
@@ -152,12 +151,11 @@ def test_stories_option_selects_tasks_and_keeps_ids(folder):
 def test_score_counts_all_answers_and_each_babi_task(folder):
     data = make_task(folder, stories=[1, 2, 3])
     assert data.headline == "accuracy" and data.streams
-    batch = data.batch(0, "valid", 0, 1, (1, 150))
+    batch = data.batch(0, "valid", index=0, batch_size=1, lengths=(1, 150))
     perfect = np.where(batch.labels == IGNORE, 0, batch.labels)
     scores = data.score(perfect, batch)
-    assert set(scores) == {"accuracy", "qa1", "qa2", "qa3"} and all(
-        (v == 1).all() for v in scores.values()
-    )
+    assert set(scores) == {"accuracy", "qa1", "qa2", "qa3"}
+    assert all((values == 1).all() for values in scores.values())
     assert len(scores["accuracy"]) == sum(len(scores[f"qa{n}"]) for n in (1, 2, 3)) > 3
     wrong = np.where(batch.subtasks == 2, 0, perfect)
     scores = data.score(wrong, batch)
@@ -191,15 +189,16 @@ def test_missing_data_and_impossible_sizes_are_refused(folder, tmp_path):
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/babi")
-def test_real_babi_counts():
+def test_real_babi_has_all_questions_and_tokens():
     data = make_task(SHARED)
-    assert data.vocab_size == 178 and data.chance == 1 / 58
+    assert data.vocab_size == 178 and data.chance == 1 / 58  # 58 different answers
     for split in SPLITS:
         stories = babi.read(SHARED, split)
-        batches = read_epoch(data, split, 1 if split == "train" else 32, 200)
+        # With a single stream, training drops no tokens.
+        batches = read_epoch(data, split, batch_size=1 if split == "train" else 32, length=200)
         counts = Counter(join(batches, "subtasks").ravel().tolist())
         expected = Counter(story.task for story in stories for _ in story.answers)
         assert {n: counts[n] for n in babi.TASKS} == expected
         mask = join(batches, "mask")
         assert mask.sum() == sum(len(story.tokens) + 1 for story in stories)
-    assert set(expected.values()) == {1000}  # of test
+    assert set(expected.values()) == {1000}  # questions of each bAbI task in test, the last split

@@ -14,12 +14,12 @@ NAMES = ("copy", "suffix_ngram")
 
 def compute_answer(text: str, task_name: str, ngram: int) -> str:
     """Compute the answer to the prompt at the beginning of an example's text."""
-    s, key = text.removeprefix("$").split("|")
+    string, after_separator = text.removeprefix("$").split("|")
     if task_name == "copy":
-        return s + "."
-    key = key[:ngram]
-    start = s.find(key) + ngram
-    return s[start : start + ngram] + "."
+        return string + "."
+    key = after_separator[:ngram]
+    start = string.find(key) + ngram
+    return string[start : start + ngram] + "."
 
 
 def make_task(name: str, **fields) -> Copying:
@@ -70,18 +70,19 @@ def test_examples_and_labels_match_oracle(case):
 def test_keys_are_unique_unless_the_alphabet_is_too_small(alphabet, n, seed):
     dataset = make_task("suffix_ngram", alphabet=alphabet, ngram=n)
     rows = dataset.batch(seed, "valid", 0, 20, (2 * n, 2 * n + 40)).input_ids
-    for (example,) in (split_examples(dataset.text(ids)) for ids in rows):
+    for ids in rows:
+        (example,) = split_examples(dataset.text(ids))
         s, key = read_string(example), example.split("|")[1][:n]
         occurrences = [i for i in range(len(s) - n + 1) if s[i : i + n] == key]
         assert len(occurrences) == 1 or max(alphabet, n) == 2
-        assert occurrences[0] <= len(s) - 2 * n
+        assert occurrences[0] <= len(s) - 2 * n  # the value fits after it
 
 
 @pytest.mark.parametrize("alphabet, n", [(3, 1), (2, 3)])
 def test_unique_keys_leave_all_values_possible(alphabet, n):
     dataset = make_task("suffix_ngram", alphabet=alphabet, ngram=n)
     rows = dataset.batch(0, "valid", 0, 400, (64, 64)).input_ids
-    pairs = {dataset.text(ids)[-2 * n - 1 : -1] for ids in rows}
+    pairs = {dataset.text(ids)[-2 * n - 1 : -1] for ids in rows}  # key and value, before the `.`
     assert {p[:n] for p in pairs} == {p[n:] for p in pairs}  # every n-gram is a key and a value
     assert len({p[:n] for p in pairs}) == alphabet**n
 
@@ -117,10 +118,8 @@ def test_evaluation_has_one_example_per_row(name):
     assert batch.input_ids.shape[1] == dataset.count_tokens(12)
     assert batch.mask.sum(1).tolist() == [len(row.rstrip("*")) for row in rows]
     equal_lengths = dataset.batch(0, "test", 0, 50, (10, 10))
-    assert equal_lengths.mask is None and equal_lengths.input_ids.shape == (
-        50,
-        dataset.count_tokens(10),
-    )
+    assert equal_lengths.mask is None
+    assert equal_lengths.input_ids.shape == (50, dataset.count_tokens(10))
 
 
 def average_scores(dataset: Copying, predicted: np.ndarray, batch) -> dict:
@@ -132,10 +131,8 @@ def average_scores(dataset: Copying, predicted: np.ndarray, batch) -> dict:
 def test_perfect_answers_score_one_and_guesses_chance(name, split):
     dataset = make_task(name, alphabet=4)
     batch = dataset.batch(0, split, 0, 100, (10, 20))
-    assert average_scores(dataset, batch.labels, batch) == {
-        "character_accuracy": 1,
-        "string_accuracy": 1,
-    }
+    perfect = average_scores(dataset, batch.labels, batch)
+    assert perfect == {"character_accuracy": 1, "string_accuracy": 1}
     guess = np.random.default_rng(0).integers(4, size=batch.labels.shape)
     scores = average_scores(dataset, guess, batch)
     assert abs(scores["character_accuracy"] - dataset.chance) < 0.1
@@ -146,6 +143,7 @@ def test_one_mistake_costs_one_example():
     dataset = make_task("copy", context=100)
     batch = dataset.batch(0, "train", 0, 3, (5, 5))  # seven examples of 13 tokens a row
     row, ends = 1, np.flatnonzero(batch.labels[1] == dataset.end)
+    # At an end token, at the last character of an example, and at the first.
     for position, wrong_characters in [(ends[2], 0), (ends[3] - 1, 1), (ends[6] - 5, 1)]:
         predicted = batch.labels.copy()
         predicted[row, position] = dataset.pad
@@ -154,6 +152,7 @@ def test_one_mistake_costs_one_example():
         assert (scores["string_accuracy"] == 0).sum() == 1
         assert (scores["character_accuracy"] == 0).sum() == wrong_characters
     predicted[row, ends[3]] = predicted[0, ends[0]] = dataset.pad
+    # Three of 21 examples are wrong: these two, and the last one of the loop.
     assert dataset.score(predicted, batch)["string_accuracy"].sum() == 18
 
 
@@ -169,7 +168,7 @@ def test_short_strings_are_refused(name, lengths, message):
         make_task(name, ngram=3).batch(0, "valid", 0, 2, lengths)
 
 
-@pytest.mark.parametrize("name, longest", zip(NAMES, (126, 249)))
+@pytest.mark.parametrize("name, longest", [("copy", 126), ("suffix_ngram", 249)])
 def test_strings_longer_than_the_context_are_refused(name, longest):
     dataset = make_task(name, context=256)
     dataset.batch(0, "train", 0, 2, (longest, longest))

@@ -38,9 +38,8 @@ def test_demo_trains_both_models_once_and_redraws(tmp_path):
 def test_synthetic_is_a_subcommand(tmp_path):
     result = fprnn("--help")
     assert {"train", "demo", "synthetic"} <= set(result.stdout.split())
+    # Tokens before and after an option are accepted: the error is about the run.
     result = fprnn("synthetic", "inspect", tmp_path, "213", "--out", tmp_path / "x.html", "321")
-    assert result.returncode != 0 and result.stderr.startswith(
-        "error: "
-    )  # both positional arguments are accepted
+    assert result.returncode != 0 and result.stderr.startswith("error: ")
     result = fprnn("synthetic", "train", "--confg", "x")
     assert result.returncode == 2 and "--config" in result.stderr

@@ -37,23 +37,21 @@ sweep:
 """
 
 
-def make_finished_runs(text, tmp_path, choose_reach) -> list[FinishedRun]:
-    """Return the finished runs of a sweep; `choose_reach` gives their solved length.
-
-    Runs for which it returns None are missing.
-    """
+def make_finished_runs(text, tmp_path, choose_solved_length) -> list[FinishedRun]:
+    """Return the finished runs of a sweep; a run whose solved length is None is missing."""
     (tmp_path / "sweep.yaml").write_text(text)
     expanded = report.expand_sweep(tmp_path / "sweep.yaml", (f"out_dir={tmp_path}",))
     for cfg in expanded.configs:
-        if length := choose_reach(cfg):
+        if length := choose_solved_length(cfg):
             fabricate(cfg, length)
     return report.collect_runs(expanded)
 
 
 @pytest.fixture
 def seeds(tmp_path):
+    solved_lengths = {"fprnn": 14, "lstm": 26}  # of seed 0
     return make_finished_runs(
-        SEEDS, tmp_path, lambda cfg: 14 + 12 * (cfg.model.name == "lstm") + 3 * cfg.seed
+        SEEDS, tmp_path, lambda cfg: solved_lengths[cfg.model.name] + 3 * cfg.seed
     )
 
 
@@ -66,7 +64,7 @@ def test_seeds_are_drawn_together_with_their_count(name, seeds):
     entry = report.REPORTS[name]
     options = {"metric": "token_accuracy"} if name == "tab1" else entry.options
     drawing = plots.DRAW_FUNCTIONS[entry.kind](seeds, name, **options)
-    models = 2 if name != "fig3c" else 1  # a baseline has no ℓ*
+    models = 2 if name != "fig3c" else 1  # fig3c draws ℓ*, which an LSTM does not have
     ticks = {text.get_text() for text in drawing.figure.axes[0].get_yticklabels()}
     assert len({t for t in ticks | read_legend(drawing) if "(n = 3)" in t}) == models
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
@@ -81,8 +79,8 @@ def test_seeds_are_drawn_together_with_their_count(name, seeds):
 def test_iterations_of_unlearned_models_are_marked(tmp_path):
     """ℓ* of a map that does not solve the task may differ from ℓ* of one that does."""
     configs = sweep("fig3c", "small", f"out_dir={tmp_path}").configs
-    for cfg, reach in zip(configs, (60, 60, 5), strict=True):
-        fabricate(cfg, reach)
+    for cfg, solved_length in zip(configs, (60, 60, 5), strict=True):
+        fabricate(cfg, solved_length)
     drawing = draw_report("fig3c", tmp_path)
     lines = {line.get_label(): line for line in drawing.figure.axes[0].lines}
     marked_labels = [label for label in lines if "not learned" in label]
@@ -104,12 +102,13 @@ def test_iterations_of_another_solution_are_marked(tmp_path):
     drawing = draw_report("fig3c", tmp_path)
     assert len([label for label in read_legend(drawing) if "†" in label]) == 1
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
-    assert "† the paper's procedure" in footer and "Not learned" not in footer
+    assert "† marks an ℓ*" in footer and "Not learned" not in footer
 
 
 def make_run(model="m", **result) -> FinishedRun:
     cfg = sweep("fig1").configs[0]
-    return FinishedRun(cfg.run_dir, cfg, 0, {}, model, "", result, [])
+    labels = {"model": model, "panel": ""}
+    return FinishedRun(cfg.run_dir, cfg, seed=0, point={}, **labels, result=result, records=[])
 
 
 def test_table_averages_over_test_seeds_and_layers():
@@ -180,11 +179,12 @@ def test_curve_label_has_the_range_of_seed_counts(seeds):
 
 def test_scatter_pairs_points_by_seed(tmp_path):
     """For copying only seed 2 is finished, for the word problem all three."""
-    runs = make_finished_runs(
-        PAIRS,
-        tmp_path,
-        lambda cfg: 20 + 6 * cfg.seed if cfg.task.name != "copy" or cfg.seed == 2 else None,
-    )
+
+    def choose_solved_length(cfg):
+        is_missing = cfg.task.name == "copy" and cfg.seed != 2
+        return None if is_missing else 20 + 6 * cfg.seed
+
+    runs = make_finished_runs(PAIRS, tmp_path, choose_solved_length)
     drawing = report.REPORTS["fig2"].draw(runs, "uneven")
     (label,) = read_legend(drawing)
     assert label.endswith("(n = 1–3)") and drawing.summary[0]["n"] == "1–3"

@@ -18,46 +18,41 @@ from synthetic.tasks import IGNORE, TaskError
 from synthetic.train import train
 from tests.fabricated import TINY
 
-SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between them
-
 
 def build_task(name: str, **fields) -> tasks.Task:
     return tasks.build_task(config.Task(name=name, **fields))
 
 
 @pytest.mark.parametrize(
-    "name, fields, lengths",
+    "name, fields",
     [
-        ("word_problem", {"group": "A5"}, (7,)),
-        ("word_problem", {"group": "S3_x_Z4"}, (7,)),
-        ("parity", {}, (5,)),
-        ("automaton", {"supervision": "every"}, (5,)),
+        ("word_problem", {"group": "A5"}),
+        ("word_problem", {"group": "S3_x_Z4"}),
+        ("parity", {}),
+        ("automaton", {"supervision": "every"}),
     ],
 )
-def test_typed_sequences_have_the_same_labels_as_drawn_ones(name, fields, lengths):
+def test_typed_sequences_have_the_same_labels_as_drawn_ones(name, fields):
     task = build_task(name, **fields)
-    for length in lengths:
-        for seed in range(4):
-            batch = task.batch(seed, "test", 0, 1, (length, length))
-            names = [task.token_name(number) for number in batch.input_ids[0]]
-            typed = task.parse_typed(names if name in SPACED else ["".join(names)])
-            assert typed.mask is None
-            assert np.array_equal(typed.input_ids, batch.input_ids), names
-            assert np.array_equal(typed.labels, batch.labels), names
+    for seed in range(4):
+        batch = task.batch(seed, "test", index=0, batch_size=1, lengths=(6, 6))
+        names = [task.token_name(token_id) for token_id in batch.input_ids[0]]
+        # Only names of one character may be typed without spaces.
+        typed = task.parse_typed(names if name == "word_problem" else ["".join(names)])
+        assert typed.mask is None
+        assert np.array_equal(typed.input_ids, batch.input_ids), names
+        assert np.array_equal(typed.labels, batch.labels), names
 
 
 def test_element_names_multiply_as_permutations():
-    for name in ("S4", "A5", "D4"):
-        names, elements = element_names(name), get_group(name)
-        assert (
-            len(set(names)) == elements.order
-            and names[elements.identity] == "12345"[: int(name[1])]
-        )
+    for name, identity in {"S4": "1234", "A5": "12345", "D4": "1234"}.items():
+        names, group = element_names(name), get_group(name)
+        assert len(set(names)) == group.order and names[group.identity] == identity
         rng = np.random.default_rng(0)
-        for i, j in rng.integers(elements.order, size=(20, 2)):
+        for i, j in rng.integers(group.order, size=(20, 2)):
             first, second = names[i], names[j]
             product = "".join(second[int(image) - 1] for image in first)
-            assert names[elements.table[i, j]] == product
+            assert names[group.table[i, j]] == product
     assert element_names("S3_x_Z4")[:5] == ["123,0", "123,1", "123,2", "123,3", "132,0"]
 
 
@@ -74,28 +69,21 @@ def test_unknown_tokens_are_refused(name, text, message):
 
 
 def test_tasks_without_typed_input_suggest_length_option():
-    for task in (
-        tasks.Task(),
-        build_task("copy"),
-        build_task("mod_arithmetic"),
-        build_task("dyck"),
-    ):
+    base_class = tasks.Task()  # has no `label_ids`, like a task of a user
+    for task in (base_class, *map(build_task, ("copy", "mod_arithmetic", "dyck"))):
         with pytest.raises(TaskError, match="--length N draws one"):
             task.parse_typed(["x"])
 
 
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("c") / "c.yaml"
-    model = {"d_model": 16, "d_state": 4, "n_layer": 2}
-    path.write_text(json.dumps({"name": "u", "model": model, "task": {"supervision": "every"}}))
-    cfg = config.load(path)
+def build_untrained(cfg: config.Config):
+    """Return the untrained model of a run, in evaluation mode, and its task."""
     task = tasks.build_task(cfg.task)
-    return build_model(cfg, task, 16)[0].eval(), task
+    return build_model(cfg, task, max_length=16).model.eval(), task
 
 
-def test_answers_losses_and_iterations_match_the_model(untrained):
-    model, task = untrained
+def test_answers_losses_and_iterations_match_the_model():
+    sizes = {"d_model": 16, "d_state": 4, "n_layer": 2}
+    model, task = build_untrained(config.Config(name="u", model=sizes))
     batch = task.parse_typed(["213", "231 321", "123", "312"])
     inspection = inspect_batch(model, task, batch, "u")
     ids = torch.from_numpy(batch.input_ids)
@@ -119,20 +107,16 @@ def test_answers_losses_and_iterations_match_the_model(untrained):
 
 
 def test_predictions_beyond_the_tasks_ids_have_names():
-    task = build_task("word_problem", group="Z2")
-    model = build_model(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
+    """The model has eight ids, of which each token lists the likeliest five; Z2 has two."""
+    cfg = config.Config(name="z", model={"vocab_size": 8}, task={"group": "Z2"})
+    model, task = build_untrained(cfg)
     inspection = inspect_batch(model, task, task.parse_typed(["1 0"]), "z")
-    for guess in (
-        guess for row in inspection.guesses for guess in row
-    ):  # five of eight ids; the task has two
+    for guess in (guess for row in inspection.guesses for guess in row):
         assert guess.label == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
 
 
 def test_unlabelled_positions_are_neither_right_nor_wrong():
-    task = build_task("parity")
-    torch.manual_seed(0)
-    cfg = config.Config(name="p", task=config.Task(name="parity"))
-    model = build_model(cfg, task, 16)[0].eval()
+    model, task = build_untrained(config.Config(name="p", task={"name": "parity"}))
     inspection = inspect_batch(model, task, task.parse_typed(["0110"]), "p")
     assert [answer.is_right for answer in inspection.answers][:3] == [None] * 3
     assert inspection.answers[3].right == "0" and inspection.scored_count == 1
@@ -154,11 +138,12 @@ def test_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
         f"{token.label}={answer.predicted}{'✓' if answer.is_right else '✗'}"
         for token, answer in zip(inspection.tokens, inspection.answers, strict=True)
     ]
-    assert output.startswith(" ".join(cells)) and [a.right for a in inspection.answers] == list(
-        "100"
-    )
+    assert output.startswith(" ".join(cells))
+    # Sums of 1, 2, 0 modulo 3: the task is Z3.
+    assert [answer.right for answer in inspection.answers] == ["1", "0", "0"]
     assert main(["inspect", run, "--length", "6", "--out", "p.html"]) == 0
     assert "tokens: 6" in capsys.readouterr().out
+    # No input, two inputs, an unknown token, and a sequence that is too long.
     for arguments in ([], ["1", "--length", "3"], ["4"], ["--length", "100000"]):
         assert main(["inspect", run, *arguments]) == 1
         err = capsys.readouterr().err

@@ -16,7 +16,8 @@ def test_selective_copying_repeats_content_in_order():
         assert separator == 30 - 6 - 1 and len(content) == 6 and names[separator + 1 :] == ["_"] * 6
         assert [task.token_name(int(i)) for i in labels[separator + 1 :]] == content
         assert (labels[: separator + 1] == IGNORE).all()
-    frequencies = (batch.input_ids[:, :23] < 14).mean(0)  # all positions are equally likely
+    # All 23 positions before the separator are equally likely for the 6 content tokens.
+    frequencies = (batch.input_ids[:, :23] < 14).mean(0)
     assert np.abs(frequencies * 23 / 6 - 1).max() < 0.4
     assert len(np.unique(batch.input_ids[batch.input_ids < 14])) == 14
 

@@ -40,10 +40,10 @@ def test_mqar_pair_count_and_distance_distribution():
         assert (labels >= 0).sum(1).tolist() == [pairs] * 5
     labels = task.batch(0, "train", 0, 4000, (64, 64)).labels
     # The 4 queries have 28 possible positions with weights x^−0.99, drawn without replacement.
-    query_frequency = (labels >= 0).mean(0)[8::2]
+    query_frequency = (labels >= 0).mean(0)[8::2]  # four pairs have 8 tokens
     weights = np.arange(1, 29) ** -0.99
     first = weights[0] / weights.sum()
-    assert query_frequency[0] > 4 * first * 0.7 and query_frequency[0] < 1 - (1 - first) ** 4 + 0.3
+    assert 4 * first * 0.7 < query_frequency[0] < 1 - (1 - first) ** 4 + 0.3
     assert query_frequency[0] > 2 * query_frequency[3] > 4 * query_frequency[20] > 0
     assert query_frequency.sum() == pytest.approx(4)
 
@@ -74,21 +74,21 @@ def test_repeated_keys_are_answered_by_their_value(case):
                 assert tokens[position + 1][0] == "n" and task.name == "noisy_recall"
                 position += 2
                 continue
-            ends = [position]
-            for kind in "kv":
-                end = ends[-1]
-                while end < len(tokens) and tokens[end][0] == kind:
-                    end += 1
-                ends.append(end)
-            key, value = tuple(tokens[ends[0] : ends[1]]), tuple(tokens[ends[1] : ends[2]])
+            key_end = position
+            while tokens[key_end][0] == "k":
+                key_end += 1
+            end = key_end  # of the value
+            while end < len(tokens) and tokens[end][0] == "v":
+                end += 1
+            key, value = tuple(tokens[position:key_end]), tuple(tokens[key_end:end])
             assert 1 <= len(key) <= max_size and 1 <= len(value) <= max_size
             assert len(set(key)) == len(key) and len(set(value)) == len(value)
             assert split == "train" or len(key) == max_size
             if key in values:
                 assert values[key] == value
-                expected |= {i: tokens[i + 1] for i in range(ends[1] - 1, ends[2] - 1)}
+                expected |= {i: tokens[i + 1] for i in range(key_end - 1, end - 1)}
             values[key] = value
-            position = ends[2]
+            position = end
         assert answers == expected
         assert answers, "the last key must be a repeated one"
 
@@ -110,13 +110,16 @@ def test_impossible_sizes_are_refused():
 
 def test_chance_accounts_for_different_tokens_of_a_value():
     task = build_task(Task(name="fuzzy_recall", alphabet=4, ngram=2))
+    # Of three value tokens two are the first of a value (one or two tokens, equally often): one of
+    # four tokens. The third is a second token: one of the three others.
     assert task.chance == pytest.approx((2 / 4 + 1 / 3) / 3)
 
 
 def test_noise_has_the_configured_frequency():
     task = build_task(Task(name="noisy_recall", alphabet=8, noise=0.2))
     ids = task.batch(0, "train", 0, 500, (128, 128)).input_ids
-    noise = (ids >= 16).reshape(500, 64, 2)
+    noise = (ids >= 16).reshape(500, 64, 2)  # ids: 8 keys, 8 values, then noise
+    # The first and the last pair of a row are never noise.
     assert noise.all(2).mean() == noise.any(2).mean() == pytest.approx(0.2 * 62 / 64, abs=0.01)
     assert not build_task(Task(name="in_context_recall")).noise
 

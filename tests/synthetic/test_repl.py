@@ -20,16 +20,16 @@ def test_answers_are_what_python_prints(variables):
             exec(task.text(ids).replace(">>>", ""), {})
         answer_positions = np.flatnonzero(labels != IGNORE)
         assert [task.tokens[i] for i in labels[answer_positions]] == output.getvalue().split()
-        assert len(answer_positions) == 13 and all(
-            task.tokens[ids[i]] == ")" for i in answer_positions
-        )
+        assert len(answer_positions) == 13  # before the first swap and after each of 12
+        assert all(task.tokens[ids[i]] == ")" for i in answer_positions)
 
 
 def test_all_swaps_and_assignments_occur():
     task = build_task(Task(name="repl", variables=4))
     ids = task.batch(0, "train", 0, 300, (1, 1)).input_ids
-    swaps = {tuple(sorted(task.text(row).split("\n")[2][3:6:2])) for row in ids}
-    assert len(swaps) == 6
+    swap_lines = [task.text(row).split("\n")[2] for row in ids]  # ">>>a,b=b,a"
+    swaps = {tuple(sorted((line[3], line[5]))) for line in swap_lines}
+    assert len(swaps) == 6  # pairs of four variables
     first = {task.text(row).split("\n")[0] for row in ids}
     assert len(first) == 24  # every order of the values
     assert task.vocab_size == 14 and task.chance == 1 / 4

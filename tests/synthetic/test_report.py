@@ -37,9 +37,9 @@ def test_all_points_of_all_configs_are_valid(name, scale):
         task.check_length(cfg.train.lengths[1])
         if cfg.eval.during:
             assert set(parse_lengths(cfg.eval.during, task)) <= set(lengths)
-        if name not in ("tab2", "fig11"):
+        if name not in ("tab2", "fig11"):  # which evaluate multiples of a step
             assert cfg.train.lengths[1] in lengths
-        if name in ("tab1", "fig2"):
+        if name in ("tab1", "fig2"):  # they show accuracies at twice the training length
             assert 2 * cfg.train.lengths[1] in lengths
 
 
@@ -52,7 +52,7 @@ def test_all_models_can_be_built(scale):
             cfg.model.d_model = max(64, cfg.model.d_model // 8)
             key = cfg.model.model_dump_json()
             if key not in models:
-                models[key] = build_section(cfg.model, cfg.solver, 12, 16)
+                models[key] = build_section(cfg.model, cfg.solver, vocab_size=12, seq_len=16)
     assert all(isinstance(model, torch.nn.Module) for model in models.values())
 
 
@@ -205,14 +205,15 @@ def test_commands_of_missing_runs_can_be_parsed(tmp_path, capsys, monkeypatch):
     assert "report fig4 has no finished run in" in err
     lines = [line.strip() for line in out.splitlines()]
     loop = next(line for line in lines if line.startswith("for i in 0 1 2 3 4 5 6 7; do"))
-    command = loop.removesuffix("; done").partition("; do ")[2].split(" ", 2)[2]
-    for i, expected in enumerate(
-        sweep("fig4", "small", "train.steps=7", "out_dir=my runs").configs
-    ):
-        parsed = parse(cli.make_parser(), shlex.split(command.replace("$i", str(i))))
+    command = loop.removesuffix("; done").partition("; do ")[2]
+    arguments = command.removeprefix("fprnn synthetic ")
+    expanded = sweep("fig4", "small", "train.steps=7", "out_dir=my runs")
+    for i, expected in enumerate(expanded.configs):
+        parsed = parse(cli.make_parser(), shlex.split(arguments.replace("$i", str(i))))
         assert report.load_config(parsed.config, parsed.override, parsed.job_index) == expected
     submit = shlex.split(next(line for line in lines if "sbatch" in line))
-    assert submit[5:] == [
+    assert submit == [
+        *("mkdir", "-p", "logs", "&&", "sbatch"),
         "--array=0,1,2,3,4,5,6,7",
         str(ROOT / "launch/synthetic_array.sbatch"),
         parsed.config,
@@ -224,32 +225,29 @@ def test_commands_of_missing_runs_can_be_parsed(tmp_path, capsys, monkeypatch):
 def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys):
     expanded = sweep("fig1", "small", f"out_dir={tmp_path}")
     for i in (1, 3):
-        fabricate(expanded.configs[i], 20.0)
+        fabricate(expanded.configs[i], solved_length=20.0)
     assert cli.main(["report", "fig1", f"out_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "3 of 5 runs are missing" in out and "for i in 0 2 4; do" in out
     assert "--array=0,2,4" in out
-    assert {r["train.max_iters"] for r in read_csv(tmp_path / "reports/small/fig1.csv")} == {
-        "2",
-        "8",
-    }
+    limits = {r["train.max_iters"] for r in read_csv(tmp_path / "reports/small/fig1.csv")}
+    assert limits == {"2", "8"}  # points 1 and 3 of the sweep
     assert (tmp_path / "reports/small/fig1.png").exists()
 
 
 def test_run_with_another_config_is_noted(tmp_path, capsys):
     steps = fabricate_all("fig3c", tmp_path)[0].train.steps
     report.report("fig3c", overrides=(f"out_dir={tmp_path}", "train.steps=9"))
-    assert (
-        f"was trained with another config: train.steps was {steps}, is 9" in capsys.readouterr().out
-    )
+    note = f"was trained with another config: train.steps was {steps}, is 9"
+    assert note in capsys.readouterr().out
 
 
 def test_scatter_needs_both_tasks(tmp_path):
     expanded = sweep("fig2", "small", f"out_dir={tmp_path}")
-    fabricate(expanded.configs[0], 20.0)
+    fabricate(expanded.configs[0], solved_length=20.0)
     with pytest.raises(ReportError, match="no model has finished both copy and word_problem"):
         report.report("fig2", overrides=(f"out_dir={tmp_path}",))
-    fabricate(expanded.configs[4], 20.0)
+    fabricate(expanded.configs[4], solved_length=20.0)  # the same model on the other task
     assert report.report("fig2", overrides=(f"out_dir={tmp_path}",))["figure"].exists()
 
 
@@ -292,7 +290,8 @@ def test_report_run_trains_missing_runs_once(tmp_path, capsys):
 def test_finished_runs_are_drawn_after_a_failure(tmp_path, capsys, monkeypatch):
     from lm.common.errors import TrainingError
 
-    fabricate(sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0], 20.0)
+    first = sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0]
+    fabricate(first, solved_length=20.0)
 
     def fail(*_):
         raise TrainingError("the loss is nan")

@@ -1,5 +1,7 @@
 """Training, validation and test have no sample in common, unless there are too few samples."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -8,19 +10,23 @@ from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
 from synthetic.tasks.uniform_length import UniformLengthTask
 
-# Each entry: the task section, a length with disjoint splits, a length with too few samples for
-# them (or None), and the training lengths.
+
+class Case(NamedTuple):
+    """A task and its lengths."""
+
+    section: dict  # the task section of a config
+    length: int  # has disjoint splits
+    shared_length: int | None  # has too few samples for disjoint splits; None: not tested
+    training_lengths: tuple[int, int]
+
+
+ARITHMETIC = {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"}
 SEQUENCE_TASKS = {
     "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
     "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
     "recall": ({"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40}, 4, 2, (2, 8)),
-    "arithmetic": (
-        {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"},
-        11,
-        5,
-        (3, 21),
-    ),
+    "arithmetic": (ARITHMETIC, 11, 5, (3, 21)),
     "brackets": ({"name": "mod_arithmetic_brackets", "modulus": 3}, 15, 7, (3, 20)),
     "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
     "automaton": ({"name": "automaton"}, 8, 5, (3, 16)),
@@ -35,6 +41,7 @@ UNIFORM_LENGTH_TASKS = {
     "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
     "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }
+CASES = {name: Case(*case) for name, case in (SEQUENCE_TASKS | UNIFORM_LENGTH_TASKS).items()}
 UPDATES = 300
 
 
@@ -45,14 +52,16 @@ def read_samples(task, batch) -> list[tuple]:
     """
     samples = []
     for row, (ids, labels) in enumerate(zip(batch.input_ids, batch.labels)):
-        if hasattr(task, "context"):
+        if hasattr(task, "context"):  # a copying task
             for text in task.text(ids).rstrip("*").split(".")[:-1]:
                 samples.append(text.strip("$").split("|")[0])
         else:
             ids = ids if batch.mask is None else ids[batch.mask[row]]
             ends = np.flatnonzero(labels[: len(ids)] != IGNORE) + 1
-            # The answer at `=` is the value of the expression before it.
-            ends = {int(end) - (ids[end - 1] == getattr(task, "equals", -1)) for end in ends}
+            if hasattr(
+                task, "equals"
+            ):  # the answer at `=` is the value of the expression before it
+                ends = {int(end) - (ids[end - 1] == task.equals) for end in ends}
             samples += [tuple(map(int, ids[:end])) for end in ends]
     return samples
 
@@ -89,12 +98,13 @@ def collect_evaluation_samples(task, batch) -> set:
     return {max(read_samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows}
 
 
-@pytest.mark.parametrize("name", [*SEQUENCE_TASKS, *UNIFORM_LENGTH_TASKS])
+@pytest.mark.parametrize("name", CASES)
 def test_splits_share_no_sample(name):
-    section, length, short, lengths = SEQUENCE_TASKS.get(name) or UNIFORM_LENGTH_TASKS[name]
+    section, length, shared_length, training_lengths = CASES[name]
     task = tasks.build_task(Task(**section))
-    assert task.is_held_out(length) and not (short and task.is_held_out(short))
-    training = collect_training_samples(task, lengths)
+    assert task.is_held_out(length)
+    assert shared_length is None or not task.is_held_out(shared_length)
+    training = collect_training_samples(task, training_lengths)
     samples = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
         batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
@@ -104,18 +114,21 @@ def test_splits_share_no_sample(name):
     assert not samples["valid", 0] & (samples["test", 0] | samples["test", 5])
 
 
-@pytest.mark.parametrize("name", [*SEQUENCE_TASKS, *UNIFORM_LENGTH_TASKS])
+@pytest.mark.parametrize("name", CASES)
 def test_batches_are_valid_and_reproducible(name):
-    section, *_, lengths = SEQUENCE_TASKS.get(name) or UNIFORM_LENGTH_TASKS[name]
+    section = CASES[name].section
     task = tasks.build_task(Task(**section))
+    sizes = {"batch_size": 16, "lengths": CASES[name].training_lengths}
     for split in tasks.SPLITS:
-        batch = task.batch(3, split, 2, 16, lengths)
+        batch = task.batch(seed=3, split=split, index=2, **sizes)
         tasks.check_batch(name, task, batch)
-        again = tasks.build_task(Task(**section)).batch(3, split, 2, 16, lengths)
+        again = tasks.build_task(Task(**section)).batch(3, split, 2, **sizes)
         assert np.array_equal(batch.input_ids, again.input_ids)
         assert np.array_equal(batch.labels, again.labels)
-        for other in [(4, split, 2), (3, split, 3), (3, {"train": "test"}.get(split, "train"), 2)]:
-            assert not np.array_equal(batch.input_ids, task.batch(*other, 16, lengths).input_ids)
+        # Another seed, another index, another split.
+        other_split = "test" if split == "train" else "train"
+        for other in [(4, split, 2), (3, split, 3), (3, other_split, 2)]:
+            assert not np.array_equal(batch.input_ids, task.batch(*other, **sizes).input_ids)
         if batch.mask is not None:
             assert (np.diff(batch.mask.astype(int), axis=1) <= 0).all()  # only on the right
             assert (batch.labels[~batch.mask] == IGNORE).all()
@@ -128,21 +141,21 @@ def test_splits_share_all_samples_if_there_are_few():
         task = tasks.build_task(Task(name="word_problem", group="S3"))
         assert not task.is_held_out(2)
         ids = task.batch(0, split, 0, 1000, (2, 2)).input_ids
-        assert len(np.unique(ids, axis=0)) == 36
+        assert len(np.unique(ids, axis=0)) == 36  # all pairs of six elements
     trivial = tasks.build_task(Task(name="word_problem", group="Z1"))
     assert not trivial.is_held_out(100)
 
 
 def test_redrawn_samples_stay_uniform():
-    """Redrawing must not favour any symbol."""
+    """Redrawing must not favour any symbol. The prefix that decides the split has 5 elements."""
     task = tasks.build_task(Task(name="word_problem", group="S3"))
     for split in tasks.SPLITS:
         ids = np.concatenate([task.batch(0, split, i, 500, (16, 16)).input_ids for i in range(20)])
         counts = np.bincount(ids[:, 5:].ravel(), minlength=6) / ids[:, 5:].size
         assert np.abs(6 * counts - 1).max() < 0.03
     ids = np.concatenate([task.batch(0, "train", i, 500, (16, 16)).input_ids for i in range(20)])
-    for place in range(5):
-        counts = np.bincount(ids[:, place], minlength=6) / len(ids)
+    for position in range(5):
+        counts = np.bincount(ids[:, position], minlength=6) / len(ids)
         assert np.abs(6 * counts - 1).max() < 0.12
 
 
@@ -160,18 +173,13 @@ def test_hashes_depend_only_on_content():
     assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
 
 
-def build_uniform_length_task(name):
-    return tasks.build_task(Task(**UNIFORM_LENGTH_TASKS[name][0]))
-
-
 @pytest.mark.parametrize("name", UNIFORM_LENGTH_TASKS)
 def test_impossible_lengths_are_refused(name):
-    task = build_uniform_length_task(name)
+    task = tasks.build_task(Task(**CASES[name].section))
     task.check_length(task.min_length)
-    with pytest.raises(
-        TaskError, match=f"has no sequences of length {task.min_length - 1}: it has"
-    ):
-        task.check_length(task.min_length - 1)
+    too_short = task.min_length - 1
+    with pytest.raises(TaskError, match=f"has no sequences of length {too_short}: it has"):
+        task.check_length(too_short)
     if task.length_step == 2:
         with pytest.raises(TaskError, match=f"lengths {task.min_length}, {task.min_length + 2}, "):
             task.check_length(task.min_length + 1)

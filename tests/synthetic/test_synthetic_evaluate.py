@@ -43,6 +43,7 @@ def test_lengths_are_parsed(text, lengths):
 def test_range_without_step_is_geometric_with_both_ends():
     lengths = parse_lengths("2:512", S3)
     assert lengths[0] == 2 and lengths[-1] == 512 and len(lengths) < 20
+    # The ratio is √2 before rounding; the largest is 3 / 2.
     assert all(b / a <= 1.51 for a, b in itertools.pairwise(lengths))
 
 
@@ -79,11 +80,17 @@ def make_config(**values):
     return Config.model_validate({"eval": {"examples": 600, "batch_size": 250, **values}})
 
 
+def measure_s3(model, length, cfg=None, **options):
+    """Measure a model of S3 on test data of a length."""
+    cfg = cfg or make_config()
+    return measure(model, S3, cfg, length, "test", seed=0, precision="fp32", **options)
+
+
 def test_metrics_below_and_above_the_solved_length():
-    row = measure(Oracle(8), S3, make_config(), 8, "test", 0, "fp32")
+    row = measure_s3(Oracle(8), 8)
     assert row["metrics"] == {"token_accuracy": 1.0, "sequence_accuracy": 1.0}
-    assert row["sequences"] == 750
-    row = measure(Oracle(8), S3, make_config(), 16, "test", 0, "fp32")
+    assert row["sequences"] == 750  # 600 examples, rounded up to batches of 250
+    row = measure_s3(Oracle(8), 16)
     # Half of the tokens are correct, and a sixth of the others by chance.
     assert row["metrics"]["token_accuracy"] == pytest.approx(0.5 + 0.5 / 6, abs=0.01)
     assert row["metrics"]["sequence_accuracy"] < 0.01
@@ -93,19 +100,15 @@ def test_metrics_below_and_above_the_solved_length():
 def test_seeds_give_different_data_and_thresholds_use_their_mean():
     cfg = make_config(examples=50, seeds=[0, 1])
     results = evaluate_all(Oracle(8), S3, cfg, [5, 8, 16], "fp32")
-    assert [(r["length"], r["seed"]) for r in results] == [
-        (5, 0),
-        (5, 1),
-        (8, 0),
-        (8, 1),
-        (16, 0),
-        (16, 1),
-    ]
-    assert results[4]["metrics"] != results[5]["metrics"]
-    mean = np.mean([r["metrics"]["token_accuracy"] for r in results[4:]])
+    pairs = [(r["length"], r["seed"]) for r in results]
+    assert pairs == list(itertools.product((5, 8, 16), (0, 1)))
+    *_, seed_0, seed_1 = results  # at length 16
+    assert seed_0["metrics"] != seed_1["metrics"]
+    mean = np.mean([r["metrics"]["token_accuracy"] for r in (seed_0, seed_1)])
+    # The mean at 16 is about 0.58; length 99 was not evaluated.
     thresholds = [
-        Threshold(metric="token_accuracy", length=n, min=minimum)
-        for n, minimum in ((16, 0.1), (16, 0.95), (99, 0.1))
+        Threshold(metric="token_accuracy", length=length, min=minimum)
+        for length, minimum in ((16, 0.1), (16, 0.95), (99, 0.1))
     ]
     judged = judge_thresholds(thresholds, results)
     assert [entry["value"] for entry in judged] == [pytest.approx(mean)] * 2 + [None]
@@ -126,13 +129,13 @@ def test_token_errors_treat_a_sequence_as_one_sample():
 
 
 @pytest.mark.parametrize(
-    ("length", "is_held_out", "count", "text"),
+    ("length", "is_overlap_known", "count", "text"),
     [(5, True, 0, "0"), (2, True, 36, "36 of 36"), (5, False, None, "unknown")],
 )
-def test_overlap_with_training_is_counted(length, is_held_out, count, text):
-    """All samples count if there are too few; None if the run was trained on another task."""
+def test_overlap_with_training_is_counted(length, is_overlap_known, count, text):
+    """At length 2 there are only 36 sequences, too few for disjoint splits: all of them count."""
     cfg = make_config(examples=36, batch_size=36)
-    row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", is_held_out=is_held_out)
+    row = measure_s3(Oracle(8), length, cfg, is_overlap_known=is_overlap_known)
     assert row["in_training"] == {"count": count, "of": 36} and format_overlap([row]) == text
     rows = [{"in_training": {"count": n, "of": 10_000}} for n in (1, 0)]
     assert format_overlap(rows) == "1 of 20000"
@@ -154,8 +157,9 @@ def test_repeated_sequences_count_as_one_sample():
             y = torch.where(input_ids[:, :1] < 3, y, (y + 1) % 6)
             return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
 
-    row = measure(CorrectByFirst(0), S3, make_config(examples=1000), 2, "test", 0, "fp32")
+    row = measure_s3(CorrectByFirst(0), 2, make_config(examples=1000))
     assert row["sequences"] == 1000
+    # At length 2 there are 36 different sequences, half of which are answered correctly.
     assert row["stderr"]["sequence_accuracy"] == pytest.approx(0.5 / 36**0.5, rel=0.1)
 
 
@@ -211,14 +215,15 @@ class OracleWithSolver(Oracle):
 
 def test_iterations_are_probed_on_the_first_sequences():
     model = OracleWithSolver(8).train()
-    row = measure(model, S3, make_config(examples=500), 8, "test", 0, "fp32")
+    row = measure_s3(model, 8, make_config(examples=500))
     assert model.probes == [row["probed"]] == [MAX_PROBED_SEQUENCES]
-    first = S3.batch(0, "test", 0, 250, (8, 8)).input_ids[:MAX_PROBED_SEQUENCES, 0]
+    batch = S3.batch(0, "test", index=0, batch_size=250, lengths=(8, 8))
+    first = batch.input_ids[:MAX_PROBED_SEQUENCES, 0]
     assert row["num_iters"]["mean"] == pytest.approx([first.mean(), first.mean() + 2], abs=1e-6)
     expected_error = first.std() / MAX_PROBED_SEQUENCES**0.5
     assert row["stderr"]["num_iters"] == pytest.approx(expected_error, rel=1e-6)
     assert row["evaluations"] == [1, 1] and row["failed"] == [0.008, 0.008]
-    small = measure(model, S3, make_config(examples=5), 8, "test", 0, "fp32")
+    small = measure_s3(model, 8, make_config(examples=5))
     assert small["probed"] == small["sequences"] == 5
 
 
@@ -226,9 +231,9 @@ def test_eval_max_iters_applies_only_during_evaluation():
     model = OracleWithSolver(8)
     cfg = make_config(examples=5)
     cfg.eval.max_iters = 3
-    row = measure(model, S3, cfg, 8, "test", 0, "fp32")
+    row = measure_s3(model, 8, cfg)
     assert row["solver"]["max_iters"] == 3 and model.limit == 1000
-    row = measure(model, S3, make_config(examples=5), 8, "test", 0, "fp32")
+    row = measure_s3(model, 8, make_config(examples=5))
     assert row["solver"]["max_iters"] == 1000
 
 

@@ -40,15 +40,19 @@ def source(tmp_path_factory):
 def args(tmp_path, source):
     """Arguments of `train` for a hybrid that starts from the source."""
     (tmp_path / "c.yaml").write_text(json.dumps(TREE))
-    return (
-        *("train", "--config", tmp_path / "c.yaml"),
-        *(f"out_dir={tmp_path}", f"init_from={source}", *HYBRID),
-    )
+    overrides = (f"out_dir={tmp_path}", f"init_from={source}", *HYBRID)
+    return ("train", "--config", tmp_path / "c.yaml", *overrides)
+
+
+def load_config(args, *overrides):
+    """Load the config of arguments ("train", "--config", path, *overrides)."""
+    _, _, path, *arg_overrides = args
+    return config.load(path, (*arg_overrides, *overrides))
 
 
 @pytest.fixture
 def cfg(args):
-    return config.load(args[2], args[3:])
+    return load_config(args)
 
 
 def compute_logits(model) -> torch.Tensor:
@@ -62,9 +66,8 @@ def test_hybrid_starts_with_the_outputs_of_its_source(source, cfg):
     random_logits = compute_logits(started.model)
     lines = started.initial_weights.apply()
     expected = compute_logits(load_run(source).model)
-    assert torch.equal(compute_logits(started.model), expected) and not torch.equal(
-        random_logits, expected
-    )
+    assert torch.equal(compute_logits(started.model), expected)
+    assert not torch.equal(random_logits, expected)
     assert lines[-1] == "outputs at the start are the source's"
     assert "new layers, whose out_proj is zero: 0 (mamba), 2 (mamba)" in lines
 
@@ -106,30 +109,30 @@ CENTROIDS = "model.layers=[mamba, {fp_mamba1: {state_centroids: 3}}, mamba]"
 
 
 def test_new_centroids_are_the_mean_state_of_each_answer(args, source):
-    cfg = config.load(args[2], (*args[3:], CENTROIDS, "init_from.partial=true"))
-    started = Training(cfg)
+    started = Training(load_config(args, CENTROIDS, "init_from.partial=true"))
     lines = started.initial_weights.apply()
     expected = "layer 1: 3 centroids, the means of 8,192 states by their 3 answers"
     assert lines[-1].startswith(expected)
-    centroids = started.model.backbone.layers[1].block.centroids
-    assert centroids.log_sharpness.exp().item() == pytest.approx(64)
+    new_centroids = started.model.backbone.layers[1].block.centroids
+    assert new_centroids.log_sharpness.exp().item() == pytest.approx(centroids.SHARPNESS)
     # In Z3 the answer is the sum modulo 3. The expected states are computed token by token.
-    loaded, sums, states = load_run(source), [], []
-    for number in range(16):
-        for ids in torch.from_numpy(loaded.task.batch(0, "train", number, 512, (4, 4)).input_ids):
-            sums.append(int(ids.sum()) % 3)
-            states.append(tuple(ids.tolist()))
-    means, state_by_sequence = torch.zeros(3, 32), {}
-    for sequence in set(states):
+    loaded, sequences = load_run(source), []
+    for number in range(centroids.NUM_BATCHES):
+        batch_size = centroids.SEQUENCES_PER_BATCH
+        batch = loaded.task.batch(0, "train", number, batch_size, lengths=(4, 4))
+        sequences += map(tuple, batch.input_ids.tolist())
+    answers = [sum(sequence) % 3 for sequence in sequences]
+    means, state_by_sequence = torch.zeros(3, 32), {}  # (answers,d_inner)
+    for sequence in set(sequences):
         state = None
         for token in sequence:
             with torch.no_grad():
                 ids = torch.tensor([[token]])
                 state = loaded.model(input_ids=ids, state=state, return_state=True).state
         state_by_sequence[sequence] = state.layers[0].y[0]
-    for answer, sequence in zip(sums, states):
-        means[answer] += state_by_sequence[sequence] / sums.count(answer)
-    torch.testing.assert_close(centroids.vectors, means, rtol=0, atol=1e-4)
+    for answer, sequence in zip(answers, sequences):
+        means[answer] += state_by_sequence[sequence] / answers.count(answer)
+    torch.testing.assert_close(new_centroids.vectors, means, rtol=0, atol=1e-4)
 
 
 def make_ends(answers, tokens, states):
@@ -137,7 +140,7 @@ def make_ends(answers, tokens, states):
     return centroids._SequenceEnds(answers, torch.stack([answers, tokens], dim=1), {0: states})
 
 
-def make_sign_ends(times=30):
+def make_sign_ends(times=30):  # MIN_STATES, as a number: a mutation changes the constant
     """Return ends of parity, whose states have the sign of the answer times that of the token."""
     answers, tokens = [0, 0, 1, 1] * times, [0, 1, 0, 1] * times
     signs = torch.tensor([1.0, -1.0, -1.0, 1.0] * times).unsqueeze(1)
@@ -164,7 +167,7 @@ def test_centroids_are_one_mean_per_answer_and_token():
 @pytest.mark.parametrize(
     "ends",
     [
-        make_sign_ends(29),  # too few states per pair
+        make_sign_ends(29),  # fewer states per pair than MIN_STATES
         make_ends([0, 1] * 40, [0, 0] * 40, torch.zeros(80, 2)),  # no more pairs than answers
         make_ends([0, 0, 1] * 40, [0, 1, 0] * 40, torch.zeros(120, 2)),  # one pair is missing
     ],
@@ -175,7 +178,7 @@ def test_message_omits_pairs_without_reliable_means(ends):
 
 
 def test_initial_score_is_printed_before_training(args, source, capsys):
-    train(config.load(args[2], (*args[3:], CENTROIDS, "init_from.partial=true")))
+    train(load_config(args, CENTROIDS, "init_from.partial=true"))
     output = " ".join(capsys.readouterr().out.split())
     score = r"init before training, sequence accuracy is [01]\.\d{3} at length 4"
     assert re.search(score, output)
@@ -198,14 +201,13 @@ def test_ends_are_read_at_the_last_token_of_padded_rows(source, monkeypatch):
         if row % 5:
             ids = torch.from_numpy(batch.input_ids[row : row + 1, : lengths[row]])
             expected.append([int(batch.labels[row, lengths[row] - 1]), int(ids[0, -1])])
-            if row < 20:
+            if row < 20:  # enough states for a comparison
                 with torch.no_grad():
                     state = loaded.model(input_ids=ids, return_state=True).state
                 states.append(state.layers[0].y[0])
     assert ends.pairs.tolist() == expected and ends.answers.tolist() == [a for a, _ in expected]
-    torch.testing.assert_close(
-        ends.states[0][: len(states)], torch.stack(states), atol=1e-4, rtol=0
-    )
+    first_states = ends.states[0][: len(states)]
+    torch.testing.assert_close(first_states, torch.stack(states), atol=1e-4, rtol=0)
 
 
 def test_impossible_number_of_centroids_is_refused(args, tmp_path, capsys):
@@ -223,8 +225,7 @@ def test_impossible_number_of_centroids_is_refused(args, tmp_path, capsys):
     ],
 )
 def test_centroids_without_source_states_stay_random(args, overrides, reason):
-    cfg = config.load(args[2], (*args[3:], CENTROIDS, "init_from.partial=true", *overrides))
-    started = Training(cfg)
+    started = Training(load_config(args, CENTROIDS, "init_from.partial=true", *overrides))
     random_vectors = started.model.backbone.layers[1].block.centroids.vectors.clone()
     assert reason in started.initial_weights.apply()[-1]
     assert torch.equal(started.model.backbone.layers[1].block.centroids.vectors, random_vectors)
@@ -233,6 +234,5 @@ def test_centroids_without_source_states_stay_random(args, overrides, reason):
 def test_run_cannot_start_from_itself(source, capsys):
     overrides = f"out_dir={source.parent}", f"init_from={source}"
     config_file = source.parent / "c.yaml"
-    assert "this run itself" in refused(
-        capsys, "train", "--config", config_file, *overrides, "--overwrite"
-    )
+    command = ("train", "--config", config_file, *overrides, "--overwrite")
+    assert "this run itself" in refused(capsys, *command)

@@ -54,6 +54,7 @@ def test_run_writes_metrics_and_result(make_cfg):
     result = train(c)
     assert len(read_losses(c.run_dir)) == 12
     valid = [r for r in read_metrics(c.run_dir) if "valid" in r]
+    # Every 4 updates, except after the last (12), which the final evaluation follows.
     assert [r["step"] for r in valid] == [4, 8]
     saved = json.loads((c.run_dir / "result.json").read_text())
     assert saved == json.loads(json.dumps(result))
@@ -65,7 +66,7 @@ def test_run_writes_metrics_and_result(make_cfg):
 
 @pytest.mark.parametrize("curriculum, longest", [((), 5), (("train.curriculum={start: 3}",), 3)])
 def test_training_lengths_cover_the_configured_range(make_cfg, curriculum, longest):
-    """The upper end is that of train.length or the curriculum's current length."""
+    """The longest length is the upper end of train.length, or the curriculum's first length."""
     batches = Training(make_cfg("train.length=[2, 5]", *curriculum))._batches()
     lengths = {next(batches).input_ids.shape[1] for _ in range(60)}
     assert (min(lengths), max(lengths)) == (2, longest)
@@ -82,7 +83,8 @@ def test_probes_are_periodic_and_do_not_change_training(make_cfg):
     for record in (r["probe"] for r in often if "probe" in r):
         assert record["num_iters"]["max"][0] >= 1 and record["failed"] == [0]
     logged = [r for r in often if "loss" in r]
-    assert all(r["evaluations"] and r["failed"] == [0] and r["adjoint"] for r in logged)
+    assert all(r["evaluations"] and r["failed"] == [0] for r in logged)
+    assert all(r["adjoint"] for r in logged)  # its norm, logged if the gradient is through time
     assert all("num_iters" not in r for r in logged)
 
 
@@ -101,7 +103,7 @@ def drop_times(result: dict) -> dict:
 
 @pytest.fixture
 def babi(tmp_path):
-    """Overrides for catbabi on files with 24 stories of two questions per split."""
+    """Overrides for catbabi on files with 24 stories of two questions per split and bAbI task."""
     folder, rng = tmp_path / "babi", np.random.default_rng(0)
     folder.mkdir()
     for split in ("train", "valid", "test"):
@@ -132,34 +134,39 @@ def babi(tmp_path):
             "word_problem",
             ("train.curriculum={start: 4, min_accuracy: 0.0, num_elements: 2}", "eval.every=2"),
         ),
-        ("stream", ("model.name=fprnn",)),
-        ("stream", ("train.adversarial_noise=0.05",)),
-        ("stream", ("model.name=lstm",)),
-        ("stream", ("model.name=mamba",)),
+        ("catbabi", ("model.name=fprnn",)),
+        ("catbabi", ("train.adversarial_noise=0.05",)),
+        ("catbabi", ("model.name=lstm",)),
+        ("catbabi", ("model.name=mamba",)),
     ],
     ids=str,
 )
 def test_resume_after_kill_is_bit_identical(make_cfg, babi, monkeypatch, task, overrides):
-    """Streams carry the state from segment to segment, except with mamba, which cannot."""
-    overrides = (*overrides, *(babi if task == "stream" else ()))
+    """The kill is in update 10, so the run resumes from the checkpoint of update 8.
+
+    With catbabi the checkpoint also contains the recurrent state of the streams.
+    """
+    if task == "catbabi":
+        overrides = (*overrides, *babi)
     uninterrupted = train(make_cfg("name=whole", *overrides))
-    kind = type(tasks.build_task(make_cfg(*overrides).task))
-    batch, interrupted = kind.batch, []
+    task_class = type(tasks.build_task(make_cfg(*overrides).task))
+    original_batch = task_class.batch
+    is_killed = False
 
-    def die(self, seed, split, index, *rest):
-        if split == "train" and index == 9 and not interrupted:
-            interrupted.append(index)
+    def die_once(self, seed, split, index, *rest):
+        nonlocal is_killed
+        if split == "train" and index == 9 and not is_killed:
+            is_killed = True
             raise KeyboardInterrupt
-        return batch(self, seed, split, index, *rest)
+        return original_batch(self, seed, split, index, *rest)
 
-    monkeypatch.setattr(kind, "batch", die)
+    monkeypatch.setattr(task_class, "batch", die_once)
     with pytest.raises(KeyboardInterrupt):
         train(make_cfg("name=killed", *overrides))
-    killed = train(make_cfg("name=killed", *overrides))
-    assert read_losses(make_cfg("name=killed").run_dir) == read_losses(
-        make_cfg("name=whole").run_dir
-    )
-    assert drop_times(killed) == drop_times(uninterrupted)
+    resumed = train(make_cfg("name=killed", *overrides))
+    losses = [read_losses(make_cfg(f"name={name}").run_dir) for name in ("whole", "killed")]
+    assert losses[0] == losses[1]
+    assert drop_times(resumed) == drop_times(uninterrupted)
 
 
 def test_state_is_carried_across_segments(make_cfg, babi):
@@ -179,8 +186,9 @@ def test_state_is_carried_across_segments(make_cfg, babi):
     )
     accuracy = train(c)["eval"][0]["metrics"]["accuracy"]
     assert accuracy > 0.9
-    short = evaluate_run(c.run_dir, overrides=["train.length=3"])["eval"][0]
-    assert short["length"] == 3 and short["metrics"]["accuracy"] == accuracy
+    # A stream is evaluated in segments of train.length tokens.
+    row = evaluate_run(c.run_dir, overrides=["train.length=3"])["eval"][0]
+    assert row["length"] == 3 and row["metrics"]["accuracy"] == accuracy
 
 
 def test_other_config_is_refused_and_finished_run_is_kept(make_cfg):
@@ -195,12 +203,18 @@ def test_other_config_is_refused_and_finished_run_is_kept(make_cfg):
 
 
 def test_curriculum_grows_length_and_stops_when_solved(make_cfg):
-    easy = ("train.steps=80", "train.length=[1, 3]", "eval.every=2", "checkpoint.every=100")
     c = make_cfg(
-        "task.group=Z1", *easy, "train.curriculum={start: 1, grow: 1}", "train.stop_at=1.0"
+        "task.group=Z1",  # a single element: every answer is correct
+        "train.steps=80",
+        "train.length=[1, 3]",
+        "train.curriculum={start: 1, grow: 1}",
+        "train.stop_at=1.0",
+        "eval.every=2",
+        "checkpoint.every=100",
     )
-    result = train(c)  # a single element: every answer is correct
+    result = train(c)
     longest = [r["longest"] for r in read_metrics(c.run_dir) if "loss" in r]
+    # Each validation, after every second update, advances the curriculum or ends the training.
     assert longest == [1, 1, 2, 2, 3, 3] and result["solved_at"] == result["updates"] == 6
     again = train(c)
     assert again["solved_at"] == again["updates"] == 6
@@ -219,6 +233,8 @@ def test_unfinished_curriculum_is_noted(make_cfg, capsys):
     assert describe_unfinished_curriculum(result, c) == ""
 
 
+# From 2 of 6 elements and length 2 to train.length 4. A minimum of 0 advances the curriculum at
+# every validation: first to length 4, then to 4 elements, then to all 6.
 ELEMENTS = "train.curriculum={start: 2, grow: 2, min_accuracy: 0.0, num_elements: 2}"
 
 
@@ -227,17 +243,20 @@ def test_curriculum_adds_elements_at_full_length(make_cfg):
     c = make_cfg(*overrides)
     train(c)
     valid = [r for r in read_metrics(c.run_dir) if "valid" in r]
+    # "letters" is the number of elements; the key is absent if there are all.
     assert [r.get("letters") for r in valid] == [2, 2, 4, None, None, None]
     solvable = make_cfg(
         *overrides, "name=b", "train.length=1", "train.curriculum.start=1", "train.stop_at=0.01"
     )
-    assert train(solvable)["solved_at"] == 3  # not before the task has all elements
+    # Validations 1 and 2 lead to 4 and 6 elements: only validation 3 has all of them.
+    assert train(solvable)["solved_at"] == 3
 
 
 def test_final_evaluation_has_all_elements(make_cfg):
     unreachable = ELEMENTS.replace("min_accuracy: 0.0", "min_accuracy: 1.0")
     c = make_cfg("task.group=S3", "train.steps=2", "eval.every=1", unreachable, "eval.lengths=8")
-    assert train(c)["eval"][0]["in_training"]["count"] == 0  # with few elements the splits overlap
+    # The curriculum still has 2 elements, from which no length has disjoint splits.
+    assert train(c)["eval"][0]["in_training"]["count"] == 0
 
 
 def test_adversary_waits_for_the_end_of_the_curriculum(make_cfg):
@@ -247,20 +266,21 @@ def test_adversary_waits_for_the_end_of_the_curriculum(make_cfg):
     train(c)
     records = read_metrics(c.run_dir)
     assert [r["letters"] for r in records if "letters" in r] == [2, 2, 4]
-    is_known = [r["valid"]["in_training"]["count"] is not None for r in records if "valid" in r]
-    assert is_known == [False] * 3 + [True] * 3  # with few elements the splits overlap
+    overlaps = [r["valid"]["in_training"]["count"] for r in records if "valid" in r]
+    # Unknown as long as there are few elements, for which the splits are not disjoint.
+    assert [count is None for count in overlaps] == [True] * 3 + [False] * 3
     adversarial = ["adversarial_loss" in r for r in records if "loss" in r]
     assert adversarial == [False] * 3 + [True] * 4
 
 
 def test_iteration_limit_is_fixed_unlimited_or_random(make_cfg):
-    assert choose_max_iters(make_cfg(), 3) == 10
-    assert choose_max_iters(make_cfg("train.max_iters=7", *ITERATED), 3) == 7
-    assert choose_max_iters(make_cfg("train.max_iters=unlimited", *ITERATED), 3) > 10**6
+    assert choose_max_iters(make_cfg(), update=3) == 10  # solver.max_iters
+    assert choose_max_iters(make_cfg("train.max_iters=7", *ITERATED), update=3) == 7
+    assert choose_max_iters(make_cfg("train.max_iters=unlimited", *ITERATED), update=3) > 10**6
     random = make_cfg("train.max_iters=gamma", *ITERATED)
-    values = np.array([choose_max_iters(random, s) for s in range(3000)])
+    values = np.array([choose_max_iters(random, update) for update in range(3000)])
     assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # the mean of ⌈Γ(4, 1)⌉ is about 4.5
-    assert [choose_max_iters(random, s) for s in range(50)] == list(values[:50])
+    assert [choose_max_iters(random, update) for update in range(50)] == list(values[:50])
     c = make_cfg("name=few", "train.max_iters=2", "train.steps=2", *ITERATED)
     train(c)
     # Two iterations, and one evaluation for the gradient.
@@ -321,6 +341,7 @@ def test_train_and_eval_commands(make_cfg, tmp_path, capsys):
     assert f"evaluation: {solver}" in " ".join(output.split())
     assert f"read at once; solver: {solver}" in " ".join(output.split())
     threshold = "thresholds=[{metric: sequence_accuracy, length: 6, min: 1.0}]"
+    # Exit status 2: a threshold was missed.
     assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", threshold]) == 2
     assert "FAIL  sequence_accuracy at length 6" in capsys.readouterr().out
     assert main(["eval", str(c.run_dir), "eval.lengths=3,5", "eval.seeds=[0, 1]"]) == 0
@@ -346,14 +367,13 @@ def test_train_and_eval_commands(make_cfg, tmp_path, capsys):
         assert "has no complete checkpoint (damaged or incomplete: 1)" in captured.err
 
 
-def test_sweep_without_job_index_is_refused(make_cfg, tmp_path, capsys):
-    make_cfg()
+def test_sweep_without_job_index_is_refused(tmp_path, capsys):
     tree = {**TREE, "sweep": {"train.steps": [2, 3], "seed": [0, 1, 2]}}
     path = tmp_path / "sweep.yaml"
     path.write_text(json.dumps(tree))
     command = ["train", "--config", str(path), f"out_dir={tmp_path / 'runs'}"]
     assert main(command) == BAD_CONFIG
-    assert "is a sweep: choose a point with --job-index 0 to 5" in (capsys.readouterr().err)
+    assert "is a sweep: choose a point with --job-index 0 to 5" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
     for point in ("0", "3"):
         assert main([*command, "--job-index", point]) == 0
@@ -400,9 +420,11 @@ def test_later_evaluations_report_overlap_and_solver(make_cfg):
     assert again["eval"][1]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
     exact = evaluate_run(c.run_dir, overrides=["solver={token: exact, schedule: sequential}"])
     assert exact["eval"][0]["solver"]["tol"] is exact["eval"][0]["solver"]["max_iters"] is None
-    # ℓ* does not depend on the solver; whether it belongs to the same solution does.
-    counts, others = exact["eval"][0]["num_iters"], again["eval"][0]["num_iters"]
-    assert counts | {"elsewhere": others["elsewhere"]} == others
+    # ℓ* does not depend on the solver, only "elsewhere" does: the share of tokens where the paper's
+    # procedure, which ℓ* counts, ends in another solution than this solver.
+    exact_iters, iterated_iters = exact["eval"][0]["num_iters"], again["eval"][0]["num_iters"]
+    assert {**exact_iters, "elsewhere": iterated_iters["elsewhere"]} == iterated_iters
+    # Z2 has other splits than Z3, on which the model was trained: the overlap is unknown.
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
 
@@ -419,6 +441,7 @@ def test_stream_is_evaluated_once_in_segments(make_cfg, babi):
 
 @pytest.mark.gpu
 def test_a5_trains_in_bf16_on_gpu(make_cfg):
-    c = make_cfg("task.group=A5", "model.d_model=64", "train.length=16", "train.steps=50")
+    overrides = ("task.group=A5", "model.d_model=64", "train.length=16", "train.steps=50")
+    c = make_cfg("train.precision=bf16", *overrides)
     assert train(c)["updates"] == 50
     assert np.isfinite(read_losses(c.run_dir)).all()

@@ -38,7 +38,8 @@ def recipes(tmp_path, monkeypatch):
     for number, (name, group) in enumerate(groups.items()):
         recipe = {"name": name, "task": {"group": group}, **TINY}
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
-        abilities[name[:4]] = validate.Ability(name, number < 2)
+        # The first four letters: an ability and its recipe may have different names.
+        abilities[name[:4]] = validate.Ability(name, is_quick=number < 2)
     monkeypatch.setattr(validate, "ABILITIES", abilities)
     monkeypatch.setattr(validate, "RECIPE_DIR", folder)
     return abilities
@@ -103,12 +104,14 @@ def test_lengths_are_multiples_of_the_training_length(tmp_path):
         lengths = parse_lengths(cfg.eval.lengths, task)
         assert lengths[0] == cfg.train.lengths[1]
         assert {entry.length for entry in cfg.thresholds} <= set(lengths)
-        longest = task.batch(0, "test", 0, 1, (lengths[-1],) * 2).input_ids.shape[1]
-        assert 400 < longest <= validate.MAX_TOKENS
-        if key.ability in ("state", "arithmetic"):
-            multiples = [1, 2, 4, 8, 16, 32, 64]
-            expected = [m * lengths[0] - (lengths[0] % 2 and m > 1) for m in multiples]
-            assert lengths == expected
+        interval = (lengths[-1], lengths[-1])
+        batch = task.batch(0, "test", index=0, batch_size=1, lengths=interval)
+        assert 400 < batch.input_ids.shape[1] <= validate.MAX_TOKENS
+        multiples = [factor * lengths[0] for factor in (1, 2, 4, 8, 16, 32, 64)]
+        if key.ability == "state":
+            assert lengths == multiples
+        if key.ability == "arithmetic":  # all lengths are odd: the next shorter ones
+            assert lengths == [length if length % 2 else length - 1 for length in multiples]
 
 
 def test_config_of_a_language_model_can_be_validated():
@@ -153,9 +156,11 @@ def test_two_configs_with_the_same_name_are_refused(two_configs):
 
 def test_command_prints_table_and_reuses_finished_runs(two_configs, tmp_path, recipes, capsys):
     out = str(tmp_path / "out")
-    command = ["validate", *two_configs, "optim.lr=1e-3", "--out-dir", out, "--seeds", "0", "1"]
+    options = ["--out-dir", out, "--seeds", "0", "1"]
+    command = ["validate", *two_configs, "optim.lr=1e-3", *options]
     assert main(command) == 0
     output = capsys.readouterr().out
+    # 16 runs: two models, four abilities and two seeds.
     for text in (*recipes, "✓", "fp", "l", "16 runs, 0 of them already finished"):
         assert text in output
     rows = read_csv(tmp_path / "out/validate.csv")
@@ -171,15 +176,13 @@ def test_command_prints_table_and_reuses_finished_runs(two_configs, tmp_path, re
     assert main(command) == 0
     assert "16 runs, 16 of them already finished" in capsys.readouterr().out
     # Finished runs with another config are refused.
-    command[3] = "optim.lr=2e-3"
-    assert main(command) == 1
+    assert main(["validate", *two_configs, "optim.lr=2e-3", *options]) == 1
     assert "with another config (optim.lr was 0.001, is 0.002)" in capsys.readouterr().err
     # The solver section does not matter for a baseline, which has no solver.
-    command[3] = "optim.lr=1e-3"
-    for name, code in (("l", 0), ("fp", 1)):
-        saved = tmp_path / "out" / name / "s3/seed0/config.yaml"
+    for model, status in (("l", 0), ("fp", 1)):
+        saved = tmp_path / "out" / model / "s3/seed0/config.yaml"
         saved.write_text(saved.read_text().replace("n_backwards: 1", "n_backwards: 3"))
-        assert main(command) == code
+        assert main(command) == status
     assert "with another config (solver.n_backwards was 3, is 1)" in capsys.readouterr().err
 
 
@@ -189,7 +192,7 @@ def test_tables_match_the_results(two_configs, tmp_path, recipes):
     results = {}
     for path in out.glob("*/*/*/result.json"):
         results[path.relative_to(out).parts[:3]] = json.loads(path.read_text())
-    assert len(results) == 2 * 4 * 2
+    assert len(results) == 2 * 4 * 2  # models, abilities, seeds
     judged = ability_table.judge_abilities(runs)
     assert len(judged) == 8 and set(judged["threshold"]) == {0.0} and judged["passed"].all()
     for row in judged.to_dict("records"):
@@ -264,8 +267,9 @@ def test_signal_stops_parallel_runs_after_saving(two_configs, tmp_path, recipes)
 
 def test_diverged_run_does_not_stop_the_others(two_configs, tmp_path, recipes):
     runs = list(validate.plan_runs(two_configs, [], str(tmp_path / "one")).values())[:2]
-    runs[0].optim.min_lr, runs[0].optim.lr, runs[0].optim.grad_clip = 0, 1e30, 0
-    runs[0].train.steps = 6
+    diverging = runs[0]
+    diverging.optim.lr, diverging.optim.min_lr, diverging.optim.grad_clip = 1e30, 0, 0
+    diverging.train.steps = 6
     with pytest.raises(TrainingError, match="1 of 2 runs failed"):
         run_all(runs)
     assert [is_finished(cfg) for cfg in runs] == [False, True]

@@ -32,15 +32,15 @@ def test_labels_are_running_products(name, seed, length, rows):
 
 @pytest.mark.parametrize("n", [3, 4, 7])
 def test_polygon_symmetries_are_complete_and_keep_neighbours(n):
-    corners = [set(map(int, name)) for name in element_names(f"D{n}")]
-    assert all(numbers == set(range(1, n + 1)) for numbers in corners)
-    images = set(element_names(f"D{n}"))
-    assert len(images) == get_group(f"D{n}").order == 2 * n
-    for name in images:
-        images_in_order = [int(c) for c in name]
-        neighbours = images_in_order[1:] + images_in_order[:1]
-        steps = {(b - a) % n for a, b in zip(images_in_order, neighbours)}
-        assert steps in ({1}, {n - 1})
+    """A name lists the images of the corners 1 to n, in their order."""
+    names = element_names(f"D{n}")
+    assert len(set(names)) == get_group(f"D{n}").order == 2 * n
+    for name in names:
+        images = [int(digit) for digit in name]
+        assert set(images) == set(range(1, n + 1))
+        next_images = images[1:] + images[:1]
+        steps = {(b - a) % n for a, b in zip(images, next_images)}
+        assert steps in ({1}, {n - 1})  # a rotation, a reflection
 
 
 @pytest.mark.parametrize("n", [3, 5])
@@ -76,17 +76,14 @@ def test_few_elements_are_the_simplest_and_not_held_out():
         assert set(batch.input_ids.ravel().tolist()) == simplest
         assert (batch.labels == get_group("S5").products(batch.input_ids)).all()
     assert not task.is_held_out(9)
-    assert splits.is_in_split(
-        "train", splits.hash_samples(batch_of_all_elements.input_ids[:, :2])
-    ).all()
-    prefixes = task.batch(0, "train", 0, 64, (9, 9)).input_ids[:, : task.prefix_length]
-    # Training sequences still have prefixes of the training split.
-    assert splits.is_in_split("train", splits.hash_samples(prefixes)).all()
+    # Training sequences have prefixes of the training split, with all elements and with few.
+    for batch in (batch_of_all_elements, task.batch(0, "train", 0, 64, (9, 9))):
+        prefixes = batch.input_ids[:, : task.prefix_length]
+        assert splits.is_in_split("train", splits.hash_samples(prefixes)).all()
     task.restrict_elements(None)
     assert task.is_held_out(9)
-    assert (
-        task.batch(0, "train", 0, 64, (9, 9)).input_ids == batch_of_all_elements.input_ids
-    ).all()
+    again = task.batch(0, "train", 0, 64, (9, 9))
+    assert (again.input_ids == batch_of_all_elements.input_ids).all()
 
 
 def test_impossible_element_counts_are_refused():

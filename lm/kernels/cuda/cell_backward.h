@@ -89,7 +89,7 @@ DEVICE void recompute_states(const Cell &cell, const Member &me, int first, int 
                 H.value[j] = h[j] *= keep * exp2_of(dt * rates[j]);
                 h[j] += dt * mixed * B[j];
             }
-            *state_of_chunk(cell, me, t - first, item) = H;
+            *find_state(cell, me, t - first, item) = H;
         }
     }
 }

@@ -271,7 +271,7 @@ def test_iterations_of_another_solution_are_marked(tmp_path, undrawn):
     records = make_records([0, 1])
     records[-2]["probe"]["num_iters"]["elsewhere"] = [0.0, 0.2]
     text = write_report(write_run(tmp_path / "run", records))
-    assert "run: † the paper's procedure" in text and "† share" in text
+    assert "run: † marks an ℓ*" in text and "† share" in text
 
 
 def test_mixture_has_figures_per_source(tmp_path):
