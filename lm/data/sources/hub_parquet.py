@@ -33,9 +33,9 @@ class HubDocuments:
     of each row group, so a shuffled pass fetches no more than a plain one. All shards have the same
     order.
 
-    The iterator fetches only the text column. After resuming, it fetches no earlier row
-    group than the one at the position. The position includes the commit: a run continues with the
-    old commit if the dataset changes.
+    The iterator fetches only the text column. After resuming, it fetches no earlier row group than
+    the one at the position. The position includes the commit: a run continues with the old commit
+    if the dataset changes.
 
     Args:
         shard: (index of the shard, number of shards).

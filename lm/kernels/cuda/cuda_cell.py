@@ -1,10 +1,10 @@
 """The `cell` kernels for NVIDIA GPUs as persistent kernels: one launch per layer and direction.
 
 lm/kernels/cell_arguments.py has the equations and the arguments; team.h and cell_forward.h describe
-how blocks work together. Each token has a row, raw_t + W_y y_{t−1}, which contains its vector, gate,
-B and C; raw is the part that does not depend on y. W_y stays in the shared memory of the GPU, and
-blocks exchange the values of a token without barriers. The kernels solve FP-Mamba-1 with one reflection, bf16 weights and
-rows, and 16 states; Triton solves the other layers.
+how blocks work together. Each token has a row, raw_t + W_y y_{t−1}, which holds its vector, gate, B
+and C; raw is the part of the row that does not depend on y. W_y stays in the shared memory of the
+GPU, and blocks exchange the values of a token without barriers. The kernels solve FP-Mamba-1 with
+one reflection, bf16 weights and rows, and 16 states; Triton solves the other layers.
 
 The kernels were never run on a GPU: the tests emulate them on the CPU (tests/emulated_cell.py).
 Therefore they are used only if FPRNN_KERNELS is `cuda`.
