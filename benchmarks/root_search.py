@@ -5,9 +5,10 @@ A token's equation is s = φ(s), with one unknown per reflection (docs/fixed-poi
 python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 --length 64]
 
 The equations are random, from untrained layers of the 160M model (d_inner 1,536), and from the
-synthetic runs of --run. A launch waits for its slowest sequence, so the rows also have the mean
-over tokens of the slowest of 16, 64 and 128 sequences. With two reflections the certified search
-evaluates F of lm/model/certified_root.py, which counts as an evaluation of φ.
+synthetic runs of --run. A GPU kernel waits for the slowest sequence of its launch, so the rows also
+show the mean over tokens of the slowest of 16, 64 and 128 sequences, for each of these numbers that
+divides --sequences. With two reflections the certified search evaluates F of
+lm/model/certified_root.py, which counts as an evaluation of φ.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from torch import Tensor
 
 FLOOR = 1e-5  # epsilon of the norm inside φ
 GROUP_SIZES = (16, 64, 128)  # sequences of a launch
+CONVERGED = 0  # outcome of a search without a flag of lm/model/solver.py
 
 
 def draw_equations(n: int, seed: int) -> list[Tensor]:
@@ -38,15 +40,17 @@ def draw_equations(n: int, seed: int) -> list[Tensor]:
     def log_uniform(low, high):
         return 10 ** uniform(low, high)
 
-    def random_share():
+    def random_alignment():
+        """Return |cos| of the angle between two vectors, of which 30 % are nearly orthogonal."""
         return torch.where(uniform(0, 1) < 0.3, log_uniform(-4, 0), uniform(0, 1))
 
     c, m, w = log_uniform(-3, 3), log_uniform(-3, 3), log_uniform(-1, 2)
     # Cosine of the angle between c and m: any, near 1, near −1, or 0.
     cosines = torch.stack([uniform(-1, 1), 1 - log_uniform(-8, 0), log_uniform(-8, 0) - 1, 0 * c])
     cosine = cosines.gather(0, uniform(0, 4).long().unsqueeze(0))[0]
-    alpha = w * c * random_share() * uniform(-1, 1).sign()
-    beta = w * m * random_share() * uniform(-1, 2).sign()
+    alpha = w * c * random_alignment() * uniform(-1, 1).sign()
+    # Two of three β are positive, because these equations have several solutions more often.
+    beta = w * m * random_alignment() * uniform(-1, 2).sign()
     delta = torch.where(uniform(0, 1) < 0.4, 0.0, uniform(-1, 1) * log_uniform(-3, 1))
     tensors = alpha, beta, delta, c.square() + FLOOR, cosine * c * m, m.square()
     shapes = (n, 1), (n, 1, 1), (n, 1), (n,), (n, 1), (n, 1, 1)
@@ -124,24 +128,29 @@ def print_comparison(name: str, equations: list[Tensor], sequences: int | None) 
     from lm.kernels.cpu.roots import BISECTED, count_evaluations
     from lm.model.cell import Coefficients
 
+    group_sizes = [size for size in GROUP_SIZES if sequences and sequences % size == 0]
     solutions = []
-    for label, uses_picard_only in (("picard", True), ("certified", False)):
-        solution, counts = count_evaluations(equations, FLOOR, uses_picard_only)
+    for label, without_certified_search in (("picard", True), ("certified", False)):
+        solution, counts = count_evaluations(equations, FLOOR, without_certified_search)
         solutions.append(solution)
         row = f"{name:22} {label:9} mean {counts.double().mean():6.2f}"
-        for size in GROUP_SIZES if sequences else ():
-            row += f"  slowest of {size} {average_slowest(counts, sequences, size):6.1f}"
+        for group_size in group_sizes:
+            slowest = average_slowest(counts, sequences, group_size)
+            row += f"  slowest of {group_size} {slowest:6.1f}"
         print(f"{row}  bisected {(solution.outcome == BISECTED).double().mean():.4%}")
     picard, certified = solutions
     coefficients = Coefficients(*(t.double() for t in equations), FLOOR)
     s = picard.s.double()
-    size = coefficients.size(s, coefficients.phi(s)[1])  # magnitude of φ's terms
-    differs = (picard.s - certified.s).abs().amax(1) > 1e-3 * size
-    bisected_count = (differs & (picard.outcome == BISECTED)).sum()
-    picard_count = (differs & (picard.outcome == 0)).sum()
+    _, parts = coefficients.phi(s)
+    magnitude = coefficients.size(s, parts)  # of the terms of φ(s) − s
+    differs = (picard.s - certified.s).abs().amax(1) > 1e-3 * magnitude
+    differing_outcomes = picard.outcome[differs]
+    differing_converged = (differing_outcomes == CONVERGED).sum()
+    differing_bisected = (differing_outcomes == BISECTED).sum()
+    differing_other = len(differing_outcomes) - differing_converged - differing_bisected
     print(
-        f"{name:22} roots that differ: {picard_count} found by Picard iteration,"
-        f" {bisected_count} found by bisection"
+        f"{name:22} roots that differ: {differing_converged} found by Picard iteration,"
+        f" {differing_bisected} found by bisection, {differing_other} where Picard found none"
     )
 
 

@@ -107,7 +107,8 @@ def _validate(args: argparse.Namespace) -> int:
     out_dir = args.out_dir or ("runs/validate_quick" if args.quick else "runs/validate")
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(build_table(summarize_abilities(runs), "Models and their abilities"))
-    # log_ratio=1: the length axis is always logarithmic.
+    # log_ratio=1: the length axis is always logarithmic, because the test lengths double up to 64
+    # times the training length, which may be below the default ratio.
     drawing = draw_curves(runs, "Abilities over test lengths", log_ratio=1)
     say("\n".join(describe_runs(runs, drawing)))
     for path in write_files(drawing, Path(out_dir)):
@@ -227,9 +228,10 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         "inspect",
         help="show the decoded state and ℓ* at every token of one sequence",
         description="Show how a trained run reads one sequence, in the terminal and on an HTML"
-        " page: the state that it decodes at each token next to the correct one, ℓ*, states, gates"
-        " and decays. TOKEN is the name of an input token (213 231 for S3). Without TOKEN, --length"
-        " draws a test sequence. See docs/inspect.md.",
+        " page: the state that it decodes at each token next to the correct one, ℓ* (iterations"
+        " that the paper's solver needs), states, gates and decays. TOKEN is the name of an input"
+        " token (213 231 for S3). Without TOKEN, --length draws a test sequence. See"
+        " docs/inspect.md.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
     command.add_argument("tokens", nargs="*", metavar="TOKEN", help="the input, token by token")
@@ -248,6 +250,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="the page (default: RUN/inspect.html); replaces only a page that this command wrote",
     )
     add_trust(command)
+    # `parse` adds the words that follow an option to the list `tokens`.
     command.set_defaults(run_command=_inspect, list_argument="tokens")
 
 

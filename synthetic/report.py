@@ -13,7 +13,7 @@ import pandas as pd
 
 from lm.common.console import say
 from lm.common.errors import TrainingError
-from lm.common.files import check_folder, check_together, find_shipped, writing
+from lm.common.files import check_folder, check_replaceable_with_record, find_shipped, writing
 from lm.config.load import Variant, load_tree, sweep_points
 from lm.runs.metrics import read_metrics
 from synthetic.config import Config
@@ -242,7 +242,7 @@ def report(
     suffixes = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
     paths = {label: folder / f"{name}.{suffix}" for label, suffix in suffixes.items()}
     # The heading of the CSV shows that this program wrote these files and may replace them.
-    check_together(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
+    check_replaceable_with_record(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
     failure = None
     if run_missing:
         try:

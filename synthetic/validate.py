@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lm.common.console import say
 from lm.common.errors import ConfigError
-from lm.common.files import check_together, find_shipped
+from lm.common.files import check_replaceable_with_record, find_shipped
 from lm.config.load import build as build_config
 from lm.config.load import load_tree, parse_override, set_overrides
 from lm.config.schema import Config as LMConfig
@@ -198,7 +198,7 @@ def validate(
     runs = plan_runs(paths, overrides, out_dir, quick, seeds)
     files = [Path(out_dir) / name for name in OUTPUT_FILES]
     # The heading of the CSV shows that this program wrote both files and may replace them.
-    check_together(files[0], ",".join(LAST_COLUMNS), *files)
+    check_replaceable_with_record(files[0], ",".join(LAST_COLUMNS), *files)
     for cfg in filter(is_finished, runs.values()):
         if changes := find_differences(cfg):
             raise RunDirError(

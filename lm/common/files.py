@@ -133,7 +133,7 @@ def check_replaceable(path: Path | str, mark: str) -> None:
         )
 
 
-def check_together(record: Path, mark: str, *paths: Path) -> None:
+def check_replaceable_with_record(record: Path, mark: str, *paths: Path) -> None:
     """Check that files can be written, and that existing ones were written by this program.
 
     Args:

@@ -12,7 +12,7 @@ from lm.common.errors import UserError, require
 from lm.common.files import (
     OutputError,
     check_folder,
-    check_together,
+    check_replaceable_with_record,
     read_json,
     write_json,
     write_text,
@@ -81,7 +81,9 @@ def _check_folder(folder: Path) -> tuple[Path, Path]:
     check_folder(figures_folder)
     page, summary_file = folder / "report.html", folder / "summary.json"
     figures = [figures_folder / f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")]
-    check_together(page, MADE_BY, summary_file, *(path for path in figures if path.exists()))
+    # Existing files may be replaced only if the page contains MADE_BY.
+    existing_figures = [path for path in figures if path.exists()]
+    check_replaceable_with_record(page, MADE_BY, summary_file, *existing_figures)
     return page, summary_file
 
 
@@ -122,11 +124,11 @@ def _make_sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> l
     return [s for s in sections if any(s.get(key) for key in ("lines", "figures", "tables"))]
 
 
-def _find_mismatch(run: RunDir) -> str | None:
+def _find_mismatch(run_dir: RunDir) -> str | None:
     """Return a sentence if a run's files no longer match its newest checkpoint, otherwise None."""
     try:
-        for path in list_checkpoints(run.checkpoints)[-1:]:  # the newest, if there is one
-            check_fingerprint(path, read_json(path / MANIFEST), run, load(run.config))
+        for path in list_checkpoints(run_dir.checkpoints)[-1:]:  # the newest, if there is one
+            check_fingerprint(path, read_json(path / MANIFEST), run_dir, load(run_dir.config))
     except RunDirError as e:
         return str(e)
     except UserError:

@@ -10,7 +10,8 @@ from synthetic import config
 from synthetic.tasks import TaskError, task
 from synthetic.tasks.formal_language import FormalLanguage
 
-# Each symbol permutes the states, and the permutations generate a group that is not solvable.
+# Symbol a merges states 0, 1 and 2. Symbols b and c permute the states and generate the group S5,
+# which is not solvable.
 DEFAULT_TABLE = ((0, 0, 0, 2, 4), (4, 2, 0, 1, 3), (3, 1, 4, 2, 0))
 
 
@@ -19,8 +20,9 @@ class Automaton(FormalLanguage):
     """State of an automaton after the symbols read so far, starting in state 0.
 
     `task.automaton.table` has a row for each symbol, with the states that states 0, 1, … go to. A
-    parallel model of fixed depth can follow an automaton if all its groups are solvable. The
-    default table contains a group that is not solvable, like A5 and S5 (Liu et al. 2023,
+    parallel model of fixed depth can follow an automaton if every group in its transition monoid
+    (the maps from states to states that sequences of symbols cause) is solvable. The monoid of the
+    default table contains S5, a group that is not solvable (Liu et al. 2023,
     "Transformers Learn Shortcuts to Automata", arXiv 2210.10749; Merrill et al. 2024,
     arXiv 2404.08819).
 
@@ -32,9 +34,9 @@ class Automaton(FormalLanguage):
         super().__init__(section)
         table = section.automaton.table
         self.table = _check_table(DEFAULT_TABLE if table is None else table)
-        self.symbols, states = self.table.shape
+        self.symbols, state_count = self.table.shape
         self.characters = ascii_lowercase[: self.symbols]
-        self.vocab_size = max(self.symbols, states) + 1
+        self.vocab_size = max(self.symbols, state_count) + 1  # symbols or answers, and padding
         self.chance = float(compute_state_frequencies(self.table).max())
         if self.chance > 1 - 1e-9:
             raise TaskError(
@@ -57,12 +59,13 @@ def _check_table(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
     Raises:
         TaskError: If the rows are not the transitions of an automaton.
     """
-    states = len(rows[0]) if rows else 0
-    has_states = all(len(row) == states and set(row) <= set(range(states)) for row in rows)
-    if states < 2 or len(rows) > len(ascii_lowercase) or not has_states:
+    state_count = len(rows[0]) if rows else 0
+    states = set(range(state_count))
+    rows_are_valid = all(len(row) == state_count and set(row) <= states for row in rows)
+    if state_count < 2 or len(rows) > len(ascii_lowercase) or not rows_are_valid:
         raise TaskError(
             f"task.automaton.table is {rows}: it must have a row for each symbol, at most 26, and"
-            " each row must list the states that states 0, 1, … go to, at least two"
+            " each row must name, for each of two or more states, the state that follows it"
         )
     return np.array(rows)
 
@@ -73,11 +76,11 @@ def compute_state_frequencies(table: np.ndarray) -> np.ndarray:
     The mean over lengths 1,024 to 2,047 removes the effect of a period of the automaton. States
     that are left for good have frequency 0.
     """
-    symbols, states = table.shape
-    transition = np.zeros((states, states))  # probability from a state (row) to another
-    np.add.at(transition, (np.arange(states), table), 1 / symbols)
-    probabilities = np.eye(states)[0]  # the automaton starts in state 0
-    total = np.zeros(states)
+    symbol_count, state_count = table.shape
+    transition = np.zeros((state_count, state_count))  # probability from a state (row) to another
+    np.add.at(transition, (np.arange(state_count), table), 1 / symbol_count)
+    probabilities = np.eye(state_count)[0]  # the automaton starts in state 0
+    total = np.zeros(state_count)
     for length in range(2048):
         if length >= 1024:
             total += probabilities

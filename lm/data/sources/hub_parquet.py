@@ -33,8 +33,9 @@ class HubDocuments:
     of each row group, so a shuffled pass fetches no more than a plain one. All shards have the same
     order.
 
-    Only the text column is fetched, and after resuming only from the row group of the position on.
-    The position includes the commit: a run continues with the old commit if the dataset changes.
+    The iterator fetches only the text column. After resuming, it fetches no earlier row group than
+    the one at the position. The position includes the commit: a run continues with the old commit
+    if the dataset changes.
 
     Args:
         shard: (index of the shard, number of shards).
@@ -67,7 +68,10 @@ class HubDocuments:
         self._group_stride = min(shard_count, group_count)
         self._first_group = shard_index % self._group_stride
         self._first_row = shard_index // self._group_stride
-        self._row_stride = math.ceil((shard_count - self._first_group) / self._group_stride)
+        # Number of shards that read the same row groups as this one: those with the same
+        # remainder of index / group_stride.
+        sharing_shards = math.ceil((shard_count - self._first_group) / self._group_stride)
+        self._row_stride = sharing_shards
         self._texts = self._iterate()
 
     def __iter__(self) -> Iterator[str]:
@@ -128,9 +132,14 @@ def open_row_groups(data: Data, revision: str | None = None) -> RowGroups:
     Args:
         revision: Commit hash; None: the newest commit.
     """
-    return _row_groups(
+    return _make_row_groups(
         open_hub(data.dataset, data.dataset_config, revision), data.text_field, data.download_dir
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _make_row_groups(files: HubFiles, field: str, folder: str | None) -> RowGroups:
+    return RowGroups(files, field, folder)
 
 
 def download_all(data: Data, progress: Callable[[int, int], None]) -> int:
@@ -323,6 +332,3 @@ class RowGroups:
             f" is {expected_sha256}; report it to the dataset's owner, or use another"
             " data.dataset_config"
         )
-
-
-_row_groups = functools.lru_cache(maxsize=4)(RowGroups)

@@ -40,12 +40,14 @@ from lm.kernels.cpu.build import (
     space_tokens_evenly,
 )
 
-# lm/model reads these two and `fits` before it calls `cell`.
-NARROW = False  # all tensors have one dtype
-CENTROIDS = True  # y_{t−1} may be read through centroids
+# Two capability flags: lm/model reads them and `fits` before it calls `cell`.
+NARROW = False  # whether raw and weight_y may have a narrower dtype than the other tensors
+CENTROIDS = True  # whether y_{t−1} may be read through centroids
 NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]
 # Fields of CellArguments with a gradient, in the order of the struct's gradients.
 DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
+# Tensors of CellArguments (raw to h0), then of its readout, in the order of `struct Cell`.
+TENSOR_NAMES = (*CellArguments._fields[2:-2], *Readout._fields)
 _KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}
 _NORMS, _ACTS = ({name: i for i, name in enumerate(names)} for names in (NORMS, ACTS))
 
@@ -82,12 +84,12 @@ class _Problem(NamedTuple):
 
     sizes: _Sizes
     real_numbers: tuple[float, ...]
-    tensors: tuple[Tensor | None, ...]  # in the order of CellArguments, then of Readout
+    tensors: tuple[Tensor | None, ...]  # by TENSOR_NAMES
 
     @property
     def x(self) -> Tensor:
         """Input of the mixer. All tensors have its dtype."""
-        x = self.tensors[2]
+        x = self.tensors[TENSOR_NAMES.index("x")]
         assert x is not None
         return x
 
@@ -97,7 +99,7 @@ _pack = struct.Struct(f"{len(_Sizes._fields)}q{_REAL_COUNT}d{_ADDRESS_COUNT}q").
 
 
 def fits(r: int, d: int) -> bool:
-    """Return whether the kernel can solve tokens with r reflections of d channels."""
+    """Return whether the kernel can solve tokens with r reflections; d, the width, is unlimited."""
     return r <= cell_arguments.MAX_REFLECTIONS
 
 
@@ -228,16 +230,18 @@ class _Cell(torch.autograd.Function):
         checkpoints = None
         if arguments.kind != "rnn":
             checkpoints = x.new_empty(b, chunks, sizes.n, d)
-        alphas = reads = None
+        centroid_weights = centroid_means = None  # α_i, and Σ_i α_i c_i of the centroids c_i
         if sizes.centroids:
-            alphas, reads = x.new_empty(b, length, sizes.centroids), x.new_empty(b, length, d)
-        _call("cell", problem, *results, rows, roots, checkpoints, alphas, reads)
+            centroid_weights = x.new_empty(b, length, sizes.centroids)
+            centroid_means = x.new_empty(b, length, d)
+        saved = rows, roots, checkpoints, centroid_weights, centroid_means
+        _call("cell", problem, *results, *saved)
         ctx.mark_non_differentiable(state, outcome)
         ctx.set_materialize_grads(False)
         inputs = problem.tensors
         if rows is not None:  # the rows contain raw, which is not needed any more
             inputs = (None, *inputs[1:])
-        ctx.save_for_backward(*inputs, y, outcome, rows, roots, checkpoints, alphas, reads)
+        ctx.save_for_backward(*inputs, y, outcome, *saved)
         ctx.problem = problem._replace(tensors=())
         ctx.adjoint = arguments.adjoint
         return results
@@ -245,27 +249,32 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
-        *inputs, y, outcome, rows, roots, checkpoints, alphas, reads = ctx.saved_tensors
+        input_count = len(TENSOR_NAMES)
+        inputs = ctx.saved_tensors[:input_count]
+        y, outcome, *saved = ctx.saved_tensors[input_count:]
+        rows, _roots, _checkpoints, centroid_weights, centroid_means = saved
         if grad_y is None:
             grad_y = torch.zeros_like(y)
-        raw, weight_y, x, dt, A, _, gate, D, weight, bias, y0, *_, noise = inputs
-        problem = ctx.problem._replace(tensors=tuple(inputs))
-        adjoint = x.new_empty(len(x))
-        d_raw = x.new_empty((raw if rows is None else rows).shape)
+        problem = ctx.problem._replace(tensors=inputs)
+        tensors, x = dict(zip(TENSOR_NAMES, inputs)), problem.x
+        adjoint = x.new_empty(len(x))  # max_t ‖λ_t‖ / max_t ‖∂y_t‖ of each sequence
+        d_raw = x.new_empty((tensors["raw"] if rows is None else rows).shape)
         needs_d_weight_y = ctx.needs_input_grad[2]  # after `arguments` and raw
-        d_weight_y = torch.empty_like(weight_y) if needs_d_weight_y else None
-        grads = d_raw, d_weight_y, *map(_empty_like, (x, dt, A, gate, D, weight, bias))
-        d_logits, d_reads, d_noise = readout_grads = tuple(map(_empty_like, (alphas, reads, noise)))
-        results = y, None, outcome, rows, roots, checkpoints, alphas, reads  # no final state
-        all_grads = grad_y.contiguous(), adjoint, *grads, *readout_grads
+        d_weight_y = torch.empty_like(tensors["weight_y"]) if needs_d_weight_y else None
+        other_grads = (_empty_like(tensors[name]) for name in DIFFERENTIABLE[2:])
+        grads = d_raw, d_weight_y, *other_grads
+        d_logits, d_centroid_means = map(_empty_like, (centroid_weights, centroid_means))
+        d_noise = _empty_like(tensors["noise"])
+        results = y, None, outcome, *saved  # no final state
+        all_grads = grad_y.contiguous(), adjoint, *grads, d_logits, d_centroid_means, d_noise
         _call("cell_backward", problem, *results, *all_grads)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
         d_readout: tuple[Tensor | None, ...] = NO_READOUT
         if d_logits is not None:
-            queries = _compute_queries(y, y0, noise)
+            queries = _compute_queries(y, tensors["y0"], tensors["noise"])
             d_keys = torch.einsum("blc,bld->cd", d_logits, queries)
-            d_values = torch.einsum("blc,bld->cd", alphas, d_reads)
+            d_values = torch.einsum("blc,bld->cd", centroid_weights, d_centroid_means)
             d_readout = d_keys, d_logits.sum((0, 1)), d_values, d_noise
         return None, *grads, *d_readout
 

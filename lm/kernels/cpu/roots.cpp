@@ -5,7 +5,7 @@
 
 // Arguments, packed field by field in roots.py. All arrays are contiguous.
 struct Roots {
-    int64_t tokens, rank, threads, uses_picard_only;
+    int64_t tokens, rank, threads, without_certified_search;
     double floor;
     const void *alpha, *beta, *delta;      // (n,r) (n,r,r) (n,r)
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
@@ -45,8 +45,10 @@ template <class T, int R> void search(const Roots &roots) {
         const Equation eq = load_equation<T>(roots, token);
         Point point;
         const uint8_t outcome =
-            roots.uses_picard_only ? solve_by_picard<R>(eq, roots.rank, point.s) : solve<R>(eq, roots.rank, point.s);
+            roots.without_certified_search ? solve_by_picard<R>(eq, roots.rank, point.s)
+                                           : solve<R>(eq, roots.rank, point.s);
         roots.outcome[token] = outcome;
+        // The search has counted the evaluations: this field of the constant `eq` is mutable.
         if (roots.evaluations) roots.evaluations[token] = eq.evaluations;
         bool is_nonfinite = false;  // if the equation has NaN or infinity, the result is NaN
         if (outcome == FAILED) {

@@ -67,25 +67,27 @@ def find_roots(
         Unsupported: If dtypes differ or are neither fp32 nor fp64, or if r is above 8.
     """
     equations = alpha, beta, delta, gamma0, gamma1, gamma2
-    return _search(equations, floor, uses_picard_only=False, evaluations=None)
+    return _search(equations, floor, without_certified_search=False, evaluations=None)
 
 
-def count_evaluations(equations: Sequence[Tensor], floor: float, uses_picard_only: bool) -> tuple:
+def count_evaluations(
+    equations: Sequence[Tensor], floor: float, without_certified_search: bool
+) -> tuple:
     """Find the roots as `find_roots` does and count how often φ is evaluated for each token.
 
     Args:
         equations: The six tensors of `find_roots`.
         floor: As in `find_roots`.
-        uses_picard_only: Leave out the certified searches for ranks 1 and 2.
+        without_certified_search: Leave out the certified searches for ranks 1 and 2.
 
     Returns:
         The Roots, and the number of evaluations of every token, (n,) int32.
     """
     evaluations = torch.empty(len(equations[0]), dtype=torch.int32)
-    return _search(equations, floor, uses_picard_only, evaluations), evaluations
+    return _search(equations, floor, without_certified_search, evaluations), evaluations
 
 
-def _search(equations, floor, uses_picard_only, evaluations):
+def _search(equations, floor, without_certified_search, evaluations):
     """Find the roots; count the evaluations of φ in `evaluations` unless it is None."""
     alpha, beta, delta, gamma0, gamma1, gamma2 = equations
     n, r = alpha.shape
@@ -103,6 +105,6 @@ def _search(equations, floor, uses_picard_only, evaluations):
     inputs = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     roots = Roots(torch.empty_like(inputs[0]), torch.empty(n, dtype=torch.uint8))
     addresses = [get_address(t) for t in (*inputs, *roots, evaluations)]
-    sizes = n, r, torch.get_num_threads(), uses_picard_only
+    sizes = n, r, torch.get_num_threads(), without_certified_search
     load_functions()["roots"][alpha.dtype](_pack(*sizes, floor, *addresses))
     return roots

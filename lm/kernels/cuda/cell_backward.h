@@ -247,19 +247,19 @@ DEVICE void backprop_B_and_C(const Cell &cell, Member &me, int t, int s) {
     const float *record = me.memory->record[s];
     const double *sum = me.memory->totals[s], *late = me.memory->late_totals[s];
     const int state = me.lane % STATES;  // the first 16 lanes have B, the others C
-    float *unit_place = me.memory->small[s] + 1 + me.lane;
-    const float unit = *unit_place, other = shuffle_xor(unit, STATES);
+    float *entry_place = me.memory->small[s] + 1 + me.lane;  // the normalized entry, then its gradient
+    const float normalized = *entry_place, other = shuffle_xor(normalized, STATES);
     const float without_BC = me.lane < STATES ? sum[D_B + state] : late[D_C + state];
     float gradient = without_BC + float(late[D_BC]) * other;
     if (cell.bc_norm) {
         const float length = record[me.lane < STATES ? B_LENGTH : C_LENGTH];
-        float dot = gradient * unit;
+        float dot = gradient * normalized;
         for (int mask = 1; mask < STATES; mask *= 2) dot += shuffle_xor(dot, mask);
-        gradient = (gradient - (length <= float(cell.eps) ? 0 : dot * unit)) / length;
+        gradient = (gradient - (length <= float(cell.eps) ? 0 : dot * normalized)) / length;
     }
     const uint32_t token = me.token_index(cell, s, t);
     const uint16_t rounded = to_bf16(gradient), d_gate = to_bf16(me.memory->scalars[s][D_GATE_ENTRY]);
-    *unit_place = from_bf16(rounded);
+    *entry_place = from_bf16(rounded);
     if (me.lane == 0) me.memory->small[s][0] = from_bf16(d_gate);
     if (me.block) return;
     cell.d_raw[token * uint32_t(cell.columns) + small_column(cell, 1 + me.lane)] = rounded;
@@ -336,7 +336,7 @@ DEVICE void run_backward(const Cell &cell) {
         Word words[SOURCES][VECTOR_WORDS];
         me.receive_vectors(step, words);
 #pragma unroll
-        for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(words, row, 16, row);
+        for (int row = 0; row < CHANNELS; row += MMA_ROWS) me.multiply_rows(words, row, MMA_ROWS, row);
         me.receive_sums<LATE_SUM_WORDS>(me.mail.late_sums, step, me.memory->late_totals);
         me.sync();
         for (int s = me.warp; s < me.sequences; s += WARPS) backprop_B_and_C(cell, me, t, s);

@@ -3,16 +3,19 @@
 // lm/kernels/cell_arguments.py has the equations, team.h says how blocks work together. A token:
 //
 //   1. The state decays.
-//   2. y of the previous token arrives (mail.vectors). The block multiplies its small rows of W_y
-//      (gate, B, C) first and sends the results, then the rows of its own channels.
-//   3. The small rows of all blocks arrive (mail.small_rows).
+//   2. y of the previous token arrives (mail.vectors). The rows of W_y for the gate, B and C are the
+//      small rows, because they are few; each block has a share of them. The block first multiplies
+//      y with its small rows and sends the products, then multiplies y with the rows of its channels.
+//   3. The products of the small rows of all blocks arrive (mail.small_rows), added to raw.
 //   4. Eleven sums over channels are exchanged (mail.sums).
 //   5. Every block solves the equation of every sequence of its team. All get the same bits.
 //   6. y of the token is sent, and the token is added to the state.
 //
 // The equation and the norm need only these eleven sums: with v the vector of the reflection after
 // its activation, the output before the norm is f + θ m with f = g (past + γ x) and m = g γ v. past is
-// the part of the output from the states of earlier tokens.
+// the part of the output from the states of earlier tokens, γ = Δ B·C + D, and g is the output gate.
+// θ = τ (s − u·x), where s is the root of the equation, u = v / LENGTH, τ = a / LENGTH and LENGTH is
+// max(‖v‖, eps).
 //
 // Each kind of mail has one buffer, because no block overwrites a word that another one has not read.
 // A block overwrites y_{t−1} by y_t only after it has all sums of token t, and a block that has sent
@@ -27,10 +30,10 @@
 // list the factors of the terms: V is v, X is x, F is f, M is m, W is the norm's weight, B its bias.
 enum ForwardSum { VV, VX, F, M, FF, FM, MM, WVF, WVM, WV, VB };
 
-// Solve the equation of a sequence and write its record, without BC and the lengths of B and C. Return
-// the outcome.
+// Solve the equation of a sequence and write its record, without B·C and the lengths of B and C, which
+// normalize_B_and_C has written. Return the outcome.
 DEVICE int solve_sequence(const Cell &cell, const double *sum, float gate_entry, float *record) {
-    const double d = D_INNER, length = limit_length(sqrt(float(sum[VV])), cell.eps);
+    const double d = D_INNER, length = at_least(sqrt(float(sum[VV])), cell.eps);
     double a = cell.scale / (1 + exp(-double(gate_entry)));
     if (cell.kappa > 0 && a > cell.kappa) a = cell.kappa;
     const double u_x = sum[VX] / length, tau = a / length, k = tau * u_x;  // x̃ = x − k v + τ s v
@@ -63,17 +66,19 @@ DEVICE int solve_sequence(const Cell &cell, const double *sum, float gate_entry,
     record[DISTANCE] = s - u_x;
     record[MEAN_U] = cell.layer_norm ? sum[WV] / length / d : 0;
     record[ALONG_U] = wv_n / length / d;
-    record[SUM_M] = sum[M] / length;
+    record[SUM_M] = sum[M] / length;  // θ grows with s by a / LENGTH; SLOPE lacks the factor a
     record[SUM_NM] = n_m / length;
     const double slope = sum[WVM] / (length * length) - double(record[MEAN_U]) * record[SUM_M] -
                          double(record[ALONG_U]) * record[SUM_NM];
     record[SLOPE] = slope * inverse;
-    // The gain of the gradient is 1 / |1 − φ′|.
-    if (!(outcome & FAILED) && !(fabs(1 - a * record[SLOPE]) * MAX_GAIN >= 1)) outcome |= GRAD_LIMITED;
+    // The gain of the gradient is 1 / |1 − φ′|. If it is NaN, it counts as limited.
+    const double phi_slope = a * record[SLOPE];
+    const bool has_exact_gain = fabs(1 - phi_slope) * MAX_GAIN >= 1;
+    if (!(outcome & FAILED) && !has_exact_gain) outcome |= GRAD_LIMITED;
     return outcome;
 }
 
-// Return the column of small row i: the gate's, one of B or one of C.
+// Return the column of raw (the row of W_y) that small row i computes: the gate's, one of B or one of C.
 DEVICE int small_column(const Cell &cell, int i) {
     return i == 0 ? cell.gates : i <= STATES ? cell.B + i - 1 : cell.C + i - 1 - STATES;
 }
@@ -85,16 +90,16 @@ DEVICE void normalize_B_and_C(const Cell &cell, Member &me, int s) {
     const float entry = *entry_place;
     float squares = entry * entry;
     for (int mask = 1; mask < STATES; mask *= 2) squares += shuffle_xor(squares, mask);
-    const float length = cell.bc_norm ? limit_length(sqrtf(squares), cell.eps) : 1;
-    const float unit = entry / length;
-    float product = unit * shuffle_xor(unit, STATES);
+    const float length = cell.bc_norm ? at_least(sqrtf(squares), cell.eps) : 1;
+    const float normalized = entry / length;
+    float product = normalized * shuffle_xor(normalized, STATES);
     for (int mask = 1; mask < STATES; mask *= 2) product += shuffle_xor(product, mask);
-    *entry_place = unit;
+    *entry_place = normalized;
     if (me.lane == 0) me.memory->record[s][BC] = product;
     if (me.lane % STATES == 0) me.memory->record[s][me.lane ? C_LENGTH : B_LENGTH] = length;
 }
 
-// Values of a lane, for each item of its warp.
+// Values of a lane, for each item of its warp (an item is a unit of eight channels: see team.h).
 struct ForwardItems {
     float h[ITEMS][4];                   // the lane's four states
     float f[ITEMS], m[ITEMS], v[ITEMS];  // of the current token
@@ -152,7 +157,7 @@ DEVICE void send_small_rows(const Cell &cell, const Member &me, int t, uint32_t 
             const int column = small_column(cell, small_row);
             const float keep = cell.keep ? cell.keep[token] : 1;
             const float raw = from_bf16(cell.raw[token * uint32_t(cell.columns) + column]);
-            const float entry = raw + keep * me.sum_parts(row, s, 0, 1);
+            const float entry = raw + keep * me.sum_parts(row, s, 0, 1);  // the parts of all warps
             word.value[k] = float_to_bits(round_to_bf16(entry));
             if (cell.rows) cell.rows[token * uint32_t(cell.columns) + column] = to_bf16(entry);
         }
@@ -175,7 +180,7 @@ DEVICE void receive_small_rows(Member &me, uint32_t step) {
     }
 }
 
-// 4. Compute v, f and m of a token, and write their sums over the channels of each unit.
+// 4. Compute v, f and m of a token, and write their sums over the eight channels of each unit.
 DEVICE void compute_forward_sums(const Cell &cell, const Member &me, int t, ForwardItems &items) {
     const int q = me.quarter;
 #pragma unroll
@@ -185,7 +190,7 @@ DEVICE void compute_forward_sums(const Cell &cell, const Member &me, int t, Forw
         const uint32_t token = me.token_index(cell, s, t);
         const float keep = cell.keep ? cell.keep[token] : 1;
         const float *C = me.memory->small[s] + 1 + STATES + 4 * q;
-        const float product = sum_quarters(me.sum_parts(me.local_channel_of(item), s, q, 4));
+        const float product = sum_quarters(me.sum_parts(me.local_channel_of(item), s, q, 4));  // a quarter of the warps
         const float raw = from_bf16(cell.raw[token * uint32_t(cell.columns) + cell.vectors + c]);
         const float entry = round_to_bf16(raw + keep * product);
         if (cell.rows && q == 0) cell.rows[token * uint32_t(cell.columns) + cell.vectors + c] = to_bf16(entry);
@@ -261,8 +266,8 @@ DEVICE void abandon(const Cell &cell, const Member &me, int t, float *results) {
         }
 }
 
-// The blocks whose words were in time have stored finite values of token t, computed from the sums of a
-// late block. Its channels of token t are NaN, and all channels of later tokens.
+// Make y from token t on and the final state NaN in this block. Other blocks may already have stored
+// finite values of token t; in them only later tokens become NaN.
 DEVICE void abandon_forward(const Cell &cell, const Member &me, int t) {
     abandon(cell, me, t, cell.y);
     float h[ITEMS][4];
@@ -303,17 +308,18 @@ DEVICE void run_forward(const Cell &cell) {
         begin_token(cell, me, t, items);
         Word words[SOURCES][VECTOR_WORDS];
         me.receive_vectors(step, words);
+        // The small rows follow the rows of the channels in shared memory; their products begin at 0.
         me.multiply_rows(words, CHANNELS, SMALL_ROWS_PER_BLOCK, 0);
         me.sync();
         send_small_rows(cell, me, t, step);
         me.sync();
 #pragma unroll
-        for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(words, row, 16, row);
+        for (int row = 0; row < CHANNELS; row += MMA_ROWS) me.multiply_rows(words, row, MMA_ROWS, row);
         receive_small_rows(me, step);
         me.sync();
         for (int s = me.warp; s < me.sequences; s += WARPS) {
             normalize_B_and_C(cell, me, s);
-            if (cell.units && me.block == 0) {
+            if (cell.units && me.block == 0) {  // B and C as unit vectors, for the backward pass
                 const uint32_t token = me.token_index(cell, s, t);
                 cell.units[token * 2 * STATES + me.lane] = me.memory->small[s][1 + me.lane];
             }

@@ -1,16 +1,17 @@
 """The `cell` kernels for NVIDIA GPUs as persistent kernels: one launch per layer and direction.
 
 lm/kernels/cell_arguments.py has the equations and the arguments; team.h and cell_forward.h describe
-how blocks work together. W_y stays in the shared memory of the GPU, and blocks exchange what a
-token needs without barriers. The kernels solve FP-Mamba-1 with one reflection, bf16 weights and
-rows, and 16 states; Triton solves the other layers.
+how blocks work together. Each token has a row, raw_t + W_y y_{t−1}, which holds its vector, gate, B
+and C; raw is the part of the row that does not depend on y. W_y stays in the shared memory of the
+GPU, and blocks exchange the values of a token without barriers. The kernels solve FP-Mamba-1 with
+one reflection, bf16 weights and rows, and 16 states; Triton solves the other layers.
 
 The kernels were never run on a GPU: the tests emulate them on the CPU (tests/emulated_cell.py).
 Therefore they are used only if FPRNN_KERNELS is `cuda`.
 
 Products use bf16 factors and accumulate in fp32. Rows are rounded to bf16. Everything else is fp32,
-except the root of a token's equation, which is fp64. On one GPU the results of a sequence do not
-depend on the batch bit for bit.
+except the root of a token's equation, which is fp64. On one GPU, a sequence has the same results,
+bit for bit, in every batch.
 
 Shape suffixes: b batch, l length, d channels, n states, K columns of raw.
 """
@@ -53,15 +54,16 @@ from lm.kernels.cuda.interface import (
 # Tokens between two saved states; the backward pass recomputes the others. The recomputed states
 # of a chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
 CHUNK = 16
-# Of the self-check. The kernels round y and the rows to bf16; at d = 768 the deviation is 0.07.
+# Largest deviation that the self-check accepts, relative to the largest entry of each tensor. The
+# kernels round y and the rows to bf16; at d = 768 the deviation is 0.07.
 ALLOWED_DEVIATION = 0.2
 MAX_ENTRIES = 2**32  # of a tensor: the kernels' indices have 32 bits
 # Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
 DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
-# lm/model reads these two and `fits` before it calls `cell`. `fits` also accepts layers that these
-# kernels refuse, because `compute` of lm.kernels then calls Triton.
-CENTROIDS = False  # y_{t−1} is read directly
-NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
+# Two capability flags: lm/model reads them and `fits` before it calls `cell`. `fits` also accepts
+# layers that these kernels refuse, because `compute` of lm.kernels then calls Triton.
+CENTROIDS = False  # whether y_{t−1} may be read through centroids
+NARROW = True  # whether raw and weight_y may have a narrower dtype than the other tensors
 fits = cell_arguments.fits_a_gpu
 
 
@@ -78,7 +80,8 @@ def usable() -> tuple[bool, str]:
 def _self_check(d=192, b=2):
     """Return the `deviation` of a problem that is longer than a chunk."""
     return cell_deviation(
-        *(_narrow_cell, torch.float32),
+        _narrow_cell,
+        torch.float32,
         b=b,
         length=CHUNK + 2,
         d=d,
@@ -98,7 +101,9 @@ class Problem(NamedTuple):
 
     arguments: CellArguments
     sizes: Sizes
-    tensors: dict[str, Tensor | None]  # fields of CellArguments by name, contiguous
+    # Fields of CellArguments by name, contiguous: A (n,d) and h0 (b,n,d) are transposed, and all
+    # tensors except raw and weight_y are fp32.
+    tensors: dict[str, Tensor | None]
     kernels: Kernels
     saves_for_backward: bool
 
@@ -114,6 +119,8 @@ def _refuse_unsupported(arguments, sizes):
         f"{options.groups} groups of B and C": options.groups != 1,
         f"the norm `{options.norm}`": options.norm == "none",
         f"d_inner {sizes.d}": sizes.d % 16 != 0 or sizes.d < MIN_BLOCKS * 16,
+        # Only the first y_columns columns of a row depend on y; the kernels multiply W_y with y for
+        # all columns of all parts.
         "rows that read y only in part": any(
             getattr(layout, name) + width > sizes.y_columns for name, width in parts.items()
         ),
@@ -181,11 +188,14 @@ def _run(problem, is_backward, tensors):
         problem: The Problem.
         is_backward: True for the backward pass, False for the forward pass.
         tensors: Tensors by the names of POINTERS; missing ones are null.
+
+    Raises:
+        RuntimeError: If a wait of an earlier launch took too long.
     """
     layout, options = problem.arguments.layout, problem.arguments.options
     sizes, kernels = problem.sizes, problem.kernels
     teams, like = kernels.partition.teams, tensors["x"]
-    alarm = kernels.alarm(like)
+    alarm = kernels.alarm(like)  # set by an earlier launch: this one has not started
     if alarm.item():
         alarm.zero_()
         raise RuntimeError(
@@ -225,14 +235,14 @@ def _run(problem, is_backward, tensors):
 
 
 def _forward(problem):
-    """Run the forward pass, and return its results by the names of POINTERS."""
+    """Run the forward pass, and return its results by the names of POINTERS (`Cell` in team.h)."""
     sizes, tensors = problem.sizes, problem.tensors
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     like = tensors["x"]
     results = {
         "y": like.new_empty(b, length, d),
         "state": like.new_empty(b, n, d),
-        "outcome": like.new_empty(b, length, dtype=torch.uint8),
+        "outcome": like.new_empty(b, length, dtype=torch.uint8),  # outcome of each root search
     }
     if not length:
         results["state"].zero_()
@@ -241,9 +251,9 @@ def _forward(problem):
     if problem.saves_for_backward:
         results |= {
             "rows": torch.empty_like(tensors["raw"]),
-            "records": like.new_empty(b, length, RECORD_SIZE),
-            "units": like.new_empty(b, length, 2, n),
-            "checkpoints": like.new_empty(b, math.ceil(length / CHUNK), n, d),
+            "records": like.new_empty(b, length, RECORD_SIZE),  # numbers by Record in team.h
+            "units": like.new_empty(b, length, 2, n),  # B and C after their normalization
+            "checkpoints": like.new_empty(b, math.ceil(length / CHUNK), n, d),  # states
         }
     _run(problem, False, {**tensors, "weight": tensors["weight_y"], **results})
     return results
@@ -258,7 +268,8 @@ def _backward(problem, results, grad_y):
         grad_y: Gradient of y, (b,l,d) in fp32.
 
     Returns:
-        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint (b,).
+        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint of each sequence,
+        max_t ‖λ_t‖ / max_t ‖∂y_t‖, shape (b,); see `adjoint` of CellArguments.
     """
     sizes, tensors = problem.sizes, problem.tensors
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
@@ -275,6 +286,7 @@ def _backward(problem, results, grad_y):
         "ddt": like.new_empty(b, length, d),
         "d_gate": None if tensors["gate"] is None else like.new_empty(b, length, d),
         "dA": like.new_zeros(b, n, d),
+        # The states of a chunk, recomputed: a lane has four states of each of its items.
         "H": like.new_empty(lanes * CHUNK * problem.kernels.items * 4),
         **{slot: like.new_zeros(b, d) for slot in summed.values()},
     }
@@ -343,7 +355,7 @@ class _Cell(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors = dict(zip(ctx.tensor_names, saved))
         results = dict(zip(ctx.result_names, saved[len(tensors) :]))
-        tensors["raw"] = results["rows"]
+        tensors["raw"] = results["rows"]  # has the shape and dtype of raw, which was not saved
         grad_y = torch.zeros_like(results["y"]) if grad_y is None else grad_y.float().contiguous()
         grads, adjoint = _backward(ctx.problem._replace(tensors=tensors), results, grad_y)
         if ctx.adjoint is not None:
@@ -368,6 +380,7 @@ def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, 
         As `lm.kernels.cpu.cpu_cell.cell`; y and the state are in fp32.
 
     Raises:
+        RuntimeError: If a wait of an earlier launch took too long.
         TypeError: If tensors are not on one GPU.
         ValueError: If a shape or an option is wrong.
         Unsupported: If the kernels have no code for the layer, or do not fit the GPU.

@@ -26,13 +26,14 @@ constexpr int SOURCES = (BLOCKS + WARPS - 1) / WARPS;     // blocks of which one
 constexpr int STATES = 16, SEQUENCES = 8, CREW_THREADS = 32 * WARPS;
 constexpr int UNITS = CHANNELS / 8;
 constexpr int ITEMS = (UNITS * SEQUENCES + WARPS - 1) / WARPS;
+constexpr int MMA_ROWS = 16;                              // rows of W_y that one matrix instruction multiplies
 constexpr int MMA_STEPS = CHANNELS / 16;                  // products over 16 channels, of one block
 constexpr int VECTOR_WORDS = (2 * MMA_STEPS + 2) / 3;     // of a lane, for the vector of one block
 constexpr int SMALL_ROWS = 1 + 2 * STATES;                // rows of W_y for the gate, B and C
 constexpr int SMALL_ROWS_PER_BLOCK = (SMALL_ROWS + BLOCKS - 1) / BLOCKS;
 constexpr int SMALL_ROW_WORDS = (SMALL_ROWS_PER_BLOCK * SEQUENCES + 2) / 3;  // of one block
 constexpr int SUM_SOURCES = (BLOCKS + 7) / 8;             // blocks whose sums one lane adds
-static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_PER_BLOCK <= 16);
+static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_PER_BLOCK <= MMA_ROWS);
 constexpr float LOG2_E = 1.44269504f;
 constexpr int SILU = 0, RELU = 1;
 struct alignas(16) Quad {  // a lane's four states, loaded and stored in one access
@@ -101,7 +102,8 @@ DEVICE float activate_grad(float value, int act) {
     const float gate = 1 / (1 + exp2_of(-LOG2_E * value));
     return gate * (1 + value * (1 - gate));
 }
-DEVICE float limit_length(float length, float eps) { return length < eps ? eps : length; }
+// Return `value`, or `bound` if `value` is below it.
+DEVICE float at_least(float value, float bound) { return value < bound ? bound : value; }
 // Sum over the four lanes of a channel.
 DEVICE float sum_quarters(float value) {
     value += shuffle_xor(value, 1);
@@ -260,7 +262,7 @@ struct Member {
         return mail.vectors + ((i * WARPS + warp) * VECTOR_WORDS + w) * 32 + lane;
     }
 
-    // Multiply the rows row … row + rows − 1 of the weight (at most 16) with the vectors. Each warp writes
+    // Multiply the rows row … row + rows − 1 of the weight (at most MMA_ROWS) with the vectors. Each warp writes
     // the sums over the channels of its source blocks into memory->parts, from row `to` on.
     DEVICE void multiply_rows(const Word (&words)[SOURCES][VECTOR_WORDS], int row, int rows,
                               int to) const {

@@ -15,9 +15,9 @@ from tests.lm.data.loopback import Hub, corpus_bytes_served, digest, run, servin
 
 SHARDS = """
 import itertools, json, sys, time
-from lm.data.sources.hub_parquet import _row_groups
+from lm.data.sources.hub_parquet import _make_row_groups
 data = Data(source="fineweb")
-forget = _row_groups.cache_clear  # each reader starts without cached footers
+forget = _make_row_groups.cache_clear  # each reader starts without cached footers
 """
 
 

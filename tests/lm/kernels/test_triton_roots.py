@@ -65,7 +65,7 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
     s, outcome = solve_on_device(coefficients)
     *equations, floor = cast_to_fp32(coefficients)
     (expected, expected_outcome), _ = cpu_roots.count_evaluations(
-        equations, floor, uses_picard_only=r > 1
+        equations, floor, without_certified_search=r > 1
     )
     assert torch.equal(outcome, expected_outcome)
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)

@@ -33,7 +33,7 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     skip_if_missing(cpu_roots)
     equations = draw_pair_equations(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, without_certified_search=True)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     has_both = is_proven & (picard.outcome == 0)
     assert (scaled_distances(coefficients, picard.s, s)[has_both] < 1e-3).all()
@@ -49,12 +49,14 @@ def test_plain_pytorch_and_cpu_kernel_decide_alike():
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     expected_outcome = torch.where(attracts, 0, BISECTED)
     # 1. The kernel has the proven roots, after few evaluations, and the roots that Picard finds.
-    compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=False)
+    compiled, evaluations = cpu_roots.count_evaluations(
+        equations, FLOOR, without_certified_search=False
+    )
     assert (scaled_distances(coefficients, s, compiled.s)[is_proven] < 1e-4).all()
     assert (expected_outcome == compiled.outcome)[is_proven].all()
     assert not (compiled.outcome & FAILED).any()
     assert evaluations[is_proven].max() < 100
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, without_certified_search=True)
     has_converged = picard.outcome == 0
     assert not compiled.outcome[has_converged].any()
     distances = scaled_distances(coefficients, picard.s, compiled.s)

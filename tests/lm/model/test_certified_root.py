@@ -18,8 +18,8 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     """Distances are relative to the equation's terms: a root near zero may be only rounding."""
     skip_if_missing(cpu_roots)
     equations = draw_equations(n, 1)
-    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=True)
-    search, _ = cpu_roots.count_evaluations(equations, FLOOR, uses_picard_only=False)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, without_certified_search=True)
+    search, _ = cpu_roots.count_evaluations(equations, FLOOR, without_certified_search=False)
     coefficients = Coefficients(*equations, FLOOR)
     size = coefficients.size(picard.s, coefficients.phi(picard.s)[1])
     distances = (picard.s - search.s).abs()[:, 0] / size
