@@ -103,8 +103,8 @@ def describe_failures(rows: list[dict]) -> list[str]:
     for row in rows:
         for layer, sentence in find_failures(row, row["solver"]).items():
             shares = [row[name][layer] for name in SHARES if name in row]
-            # Lists are compared from their first number on: the worst row has the most failed tokens,
-            # and of rows with equally many the one with the most bisected tokens, and so on.
+            # Lists are compared from their first number on: the worst row has the most failed
+            # tokens; among rows with equally many, it has the most bisected tokens, and so on.
             if layer not in worst or shares > worst[layer][0]:
                 worst[layer] = shares, f"warning: at length {row['length']} {sentence}"
     return [sentence for _, (_, sentence) in sorted(worst.items())]

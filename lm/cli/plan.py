@@ -78,8 +78,8 @@ def plan_run(
     Args:
         cfg: Configuration of the run.
         gpu_count: Total number of GPUs; None: the number of launched processes.
-        gpu_name: Name or description of the GPU; None: the GPU of this machine if its kind is known,
-            otherwise a100-80g.
+        gpu_name: Name or description of the GPU; None: the GPU of this machine if it is a known
+            kind, otherwise a100-80g.
         utilisation: Share of the peak FLOP/s that matrix products reach; None: the default.
 
     Returns:
