@@ -1,4 +1,6 @@
-"""Measure how long saves delay training: seconds of an update, of the copy, and of a save.
+"""Measure how long saves delay training.
+
+Print the seconds of an update, of the copy to host memory that blocks it, and of the save.
 
     python -m benchmarks.checkpointing        # the paper's 160M model, updates of 128 tokens
     python -m benchmarks.checkpointing --config configs/lm/demo.yaml --tokens 256
@@ -43,7 +45,7 @@ def main() -> None:
     cfg = load(args.config, overrides)
     ranks = join_process_group(cfg)
     describe_backends(ranks.device.type)  # compiles the kernels before anything is timed
-    # A run takes the size "auto" from its tokenizer; 50,264 is close to GPT-2's.
+    # With vocab_size auto a run asks its tokenizer; here 50,264, close to GPT-2's 50,257.
     vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     model = build_model(cfg, vocab_size)
     parameter_count = sum(p.numel() for p in model.parameters())
@@ -64,7 +66,7 @@ def measure(engine, ranks, cfg, batch, folder, saves) -> None:
     print(f"update   {update_seconds:.2f} s without a save")
     for step in range(1, saves + 1):
         checkpoints.save(step, lambda step=step: engine.state_files(folder, step))
-        seconds_during_save = time_call(lambda: engine.step([batch]))
+        update_seconds_during_save = time_call(lambda: engine.step([batch]))
         checkpoints.finish()
         (save,) = checkpoints.pop_saves()
         blocked = save["blocked_s"]
@@ -72,7 +74,7 @@ def measure(engine, ranks, cfg, batch, folder, saves) -> None:
             f"save {step}   blocked {blocked:.2f} s = {blocked / update_seconds:.2f}"
             f" updates; {save['bytes'] / 2**30:.2f} GiB on the disk after {save['seconds']:.1f} s"
             f" ({save['bytes'] / 2**20 / save['seconds']:,.0f} MiB/s); an update during the save"
-            f" {seconds_during_save:.2f} s",
+            f" {update_seconds_during_save:.2f} s",
             flush=True,
         )
 

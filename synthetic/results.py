@@ -1,4 +1,4 @@
-"""Results of runs: descriptions of their rows, errors, thresholds, and the table of a run.
+"""Results of runs: descriptions of their rows, standard errors, thresholds, and a run's table.
 
 A row is a result of `evaluate.measure`: one length, test seed and way of reading.
 """
@@ -22,7 +22,7 @@ from synthetic.config import Config, Threshold
 if TYPE_CHECKING:
     from rich.table import Table
 
-# How the model reads the tokens of a sequence: `read` of a row.
+# Values of a row's `read`: how the model reads the tokens.
 AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments"
 UNKNOWN = "unknown"  # `format_overlap` if the overlap with training is unknown
 
@@ -66,7 +66,10 @@ def format_solvers(rows: list[dict]) -> str:
 
 
 def format_overlap(rows: list[dict]) -> str:
-    """Return how many of the rows' samples training may contain: "0", "3 of 36" or "unknown"."""
+    """Return how many test samples may also be in the training data.
+
+    For example: "0", "3 of 36" or "unknown".
+    """
     overlaps = [row["in_training"] for row in rows]
     if any(overlap["count"] is None for overlap in overlaps):
         return UNKNOWN
@@ -76,9 +79,10 @@ def format_overlap(rows: list[dict]) -> str:
 
 
 def flag_other_solutions(rows: list[dict]) -> list[bool]:
-    """Return per layer whether ℓ* of any row needs OTHER_SOLUTION_MARK.
+    """Return per layer whether the paper's procedure converged to another solution in any row.
 
-    The list is empty for a model without a solver.
+    Tables mark ℓ* of such a layer with † (OTHER_SOLUTION_MARK). The list is empty for a model
+    without a solver.
     """
     flags_by_row = [find_other_solutions(row["num_iters"]) for row in rows if "num_iters" in row]
     return [any(flags_of_layer) for flags_of_layer in zip(*flags_by_row)]
@@ -99,6 +103,8 @@ def describe_failures(rows: list[dict]) -> list[str]:
     for row in rows:
         for layer, sentence in find_failures(row, row["solver"]).items():
             shares = [row[name][layer] for name in SHARES if name in row]
+            # Lists are compared from their first number on: the worst row has the most failed
+            # tokens; among rows with equally many, it has the most bisected tokens, and so on.
             if layer not in worst or shares > worst[layer][0]:
                 worst[layer] = shares, f"warning: at length {row['length']} {sentence}"
     return [sentence for _, (_, sentence) in sorted(worst.items())]
@@ -114,7 +120,7 @@ def format_error(stderr: float, digits: int = 3) -> str:
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
-def judge_thresholds(thresholds: Iterable[Threshold], results: list[dict]) -> list[dict]:
+def judge_thresholds(thresholds: Iterable[Threshold], rows: list[dict]) -> list[dict]:
     """Compare each threshold with the value reached.
 
     The value is the mean over the rows of its length, or of all lengths. Rows that were read token
@@ -127,7 +133,7 @@ def judge_thresholds(thresholds: Iterable[Threshold], results: list[dict]) -> li
     for threshold in thresholds:
         values = [
             row["metrics"][threshold.metric]
-            for row in results
+            for row in rows
             if threshold.metric in row["metrics"]
             and threshold.length in (None, row["length"])
             and row["read"] != TOKEN_BY_TOKEN
@@ -148,7 +154,7 @@ def judge_thresholds(thresholds: Iterable[Threshold], results: list[dict]) -> li
 def format_thresholds(result: dict) -> list[str]:
     """Return a line for each threshold of a result: passed or failed."""
     lines = []
-    for entry in result["bars"]:
+    for entry in result["bars"]:  # the thresholds; key of earlier versions
         position = f" at length {entry['length']}" if entry["length"] else ""
         value = "not measured" if entry["value"] is None else f"{entry['value']:.4f}"
         outcome = "PASS" if entry["passed"] else "FAIL"
@@ -208,7 +214,7 @@ def build_summary_table(result: dict, title: str) -> Table:
             mean = np.mean([row["metrics"][metric] for row in rows_with_metric])
             error = combine_stderrs([row["stderr"][metric] for row in rows_with_metric])
             line[metric.replace("_", " ")] = f"{mean:.4f}{format_error(error)}"
-        if "failed" in seed_rows[0]:
+        if "num_iters" in seed_rows[0]:  # the model has a solver
             line |= _format_solving(seed_rows)
         line["in training"] = format_overlap(seed_rows)
         lines.append(line)
@@ -220,7 +226,7 @@ def build_summary_table(result: dict, title: str) -> Table:
 
 
 def _format_solving(rows: list[dict]) -> dict[str, str]:
-    """Return the cells about solving for rows of the same length.
+    """Return the cells about solving for rows of the same length, of a model with a solver.
 
     They are ℓ* and the evaluations per token of each layer, and the fraction of unsolved tokens in
     the worst layer.

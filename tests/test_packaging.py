@@ -46,7 +46,7 @@ def test_wheel_has_every_file_of_the_packages(wheel):
 
 
 @pytest.fixture
-def installed(wheel, tmp_path):
+def run_installed(wheel, tmp_path):
     """Function that runs a program of a new environment with the wheel, in an empty folder.
 
     The environment also sees the packages of the present one, but not the checkout. With `until`,
@@ -59,7 +59,8 @@ def installed(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", python]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     target = Path(sysconfig.get_path("purelib", vars={"base": env_dir, "platbase": env_dir}))
-    # A line of a .pth file extends sys.path, without the editable installs of that folder.
+    # A .pth file lists folders that Python adds to sys.path. Python does not read the .pth files in
+    # these folders, so an editable install of the checkout there has no effect.
     other_packages = [p for p in sys.path if p.endswith("site-packages") and p != str(target)]
     (target / "packages_of_the_tests.pth").write_text("\n".join(other_packages))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -85,24 +86,24 @@ def installed(wheel, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # ten processes that import torch
-def test_wheel_works_without_the_checkout(installed):
+def test_wheel_works_without_the_checkout(run_installed):
     # 1. Train and export; the refusal names the shipped configuration.
-    refusal = installed("fprnn", "train", "--config", "configs/lm/demo.yaml", status=78).stderr
+    refusal = run_installed("fprnn", "train", "--config", "configs/lm/demo.yaml", status=78).stderr
     config = re.search(r"the one that comes with fprnn is (\S+)", refusal)[1]
     small = ["model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2"]
     data = ("data.source=jsonl", f"data.path={ROOT / 'tests/data/tiny.jsonl'}")
-    installed("fprnn", "train", "--config", config, "name=run", *small, *data)
-    installed("fprnn", "export", "runs/run", "export")
-    installed("fprnn", "generate", "export", "--prompt", "a", "--max-new-tokens", "2")
-    # 2. The validation suite.
+    run_installed("fprnn", "train", "--config", config, "name=run", *small, *data)
+    run_installed("fprnn", "export", "runs/run", "export")
+    run_installed("fprnn", "generate", "export", "--prompt", "a", "--max-new-tokens", "2")
+    # 2. The synthetic tasks: a demo, a report, and the start of a validation.
     tiny = ("train.steps=2", "train.batch_size=2", "eval.examples=2", "eval.lengths=4")
-    installed("fprnn", "demo", "s3", *tiny, "model.d_model=8")
-    assert "fig3c" in installed("fprnn", "synthetic", "report").stdout
-    missing = installed("fprnn", "synthetic", "report", "fig3c", status=1)
+    run_installed("fprnn", "demo", "s3", *tiny, "model.d_model=8")
+    assert "fig3c" in run_installed("fprnn", "synthetic", "report").stdout
+    missing = run_installed("fprnn", "synthetic", "report", "fig3c", status=1)
     assert "report fig3c has no finished run in" in missing.stderr
     models = Path(config).parents[1] / "synthetic" / "models"
     validate = ("synthetic", "validate", models / "mamba.yaml", "--quick", "model.d_model=8")
-    installed("fprnn", *validate, until="update", status=75)  # stopped once it trains
+    run_installed("fprnn", *validate, until="update", status=75)  # stopped once it trains
 
 
 INDEX = "pypi.org"
@@ -121,8 +122,8 @@ def resolve(tmp_path_factory):
     import uv
 
     folder = tmp_path_factory.mktemp("resolve")
-    settings = ("UV_", "PIP_")  # such as folders of wheels on this machine
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
+    prefixes = ("UV_", "PIP_")  # of variables that name, for example, folders of wheels
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
 
     def run(python, requirements, constraints):
         (folder / "requirements.in").write_text("\n".join(requirements))
@@ -155,9 +156,10 @@ def test_makefile_installs_resolve_from_the_index(resolve, python):
     for versions in (torch, everything):
         assert versions["torch"] == pinned["torch"] and versions["triton"] == pinned["triton"]
     unpinned = everything.keys() - {name.lower().replace("_", "-") for name in pinned}
-    # torch pins its CUDA packages itself, exactly; setuptools is its build tool.
-    torch_packages = ("nvidia-", "cuda-", "setuptools", "fprnn")
-    assert [name for name in sorted(unpinned) if not name.startswith(torch_packages)] == []
+    # torch pins its CUDA packages itself, exactly; setuptools is a build tool that torch requires;
+    # fprnn is this project.
+    allowed_prefixes = ("nvidia-", "cuda-", "setuptools", "fprnn")
+    assert [name for name in sorted(unpinned) if not name.startswith(allowed_prefixes)] == []
 
 
 def test_extras_match_the_makefile():

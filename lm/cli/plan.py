@@ -78,7 +78,8 @@ def plan_run(
     Args:
         cfg: Configuration of the run.
         gpu_count: Total number of GPUs; None: the number of launched processes.
-        gpu_name: Name or description of the GPU; None: the GPU of this machine.
+        gpu_name: Name or description of the GPU; None: the GPU of this machine if it is a known
+            kind, otherwise a100-80g.
         utilisation: Share of the peak FLOP/s that matrix products reach; None: the default.
 
     Returns:
@@ -95,7 +96,8 @@ def plan_run(
     if gpu_count is None:
         gpu_count = read_launcher_ranks().world_size
     hardware = parse_hardware(gpu_count, gpu_name, utilisation)
-    cfg_without_custom_mixers, _ = replace_custom_mixers(cfg)  # plan imports no custom code
+    # The check must not import custom code. `plan` below replaces custom mixers too.
+    cfg_without_custom_mixers, _ = replace_custom_mixers(cfg)
     check_config(cfg_without_custom_mixers, gpu_count)
     check_folder(cfg.run_dir)
     costs = plan(cfg, hardware)

@@ -70,7 +70,7 @@ class Progress:
         name: Name of the work.
         total: Units of the whole work, or None if unknown.
         unit: Name of the units.
-        every_s: Smallest number of seconds between a line and the next line without a text.
+        every_s: Lines without a text are printed at most once in this many seconds.
     """
 
     def __init__(

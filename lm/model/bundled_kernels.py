@@ -2,7 +2,7 @@
 
 In the export's copy of this file, FILES contains the text of lm/kernels (lm/export/export_code.py);
 in this repository FILES is empty. At first use, the files are written to a folder in the user's
-cache and imported as a package, in which g++ compiles the CPU kernels.
+cache and imported as a package, which compiles the CPU kernels with g++.
 """
 
 import hashlib
@@ -57,20 +57,21 @@ def _write_package(name):
     """Write FILES into the folder `name` of the user's cache, and return the folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     parent = Path(cache) / "fprnn" / "kernels"
-    # Imports of each other, and of the two modules of lm.common in FILES, get the package's name.
+    # The files import each other as `lm.kernels.…` (two of them as `lm.common.…`); here these names
+    # become the package's.
     texts = {
         file: text.replace("lm.kernels", name).replace("lm.common.", f"{name}.")
         for file, text in FILES.items()
     }
     folder = parent / name
     if all(_read(folder / file) == text for file, text in texts.items()):
-        _refuse_if_open(folder)
+        _refuse_if_writable_by_others(folder)
         return folder
     logger.warning(f"{NOTE}, from {folder}; on a CPU the first use compiles them (up to a minute)")
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Other processes may write the same files, so each file is written elsewhere and then moved.
     folder.mkdir(exist_ok=True, mode=0o700)
-    _refuse_if_open(folder)
+    _refuse_if_writable_by_others(folder)
     with tempfile.TemporaryDirectory(dir=parent) as temporary:
         for file, text in texts.items():
             copy = Path(temporary) / Path(file).name
@@ -80,7 +81,7 @@ def _write_package(name):
     return folder
 
 
-def _refuse_if_open(folder):
+def _refuse_if_writable_by_others(folder):
     """Raise OSError if other users may write into the folder: their code would run."""
     if not hasattr(os, "getuid"):  # Windows
         return

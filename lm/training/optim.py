@@ -27,6 +27,8 @@ class Group(NamedTuple):
 def lr_factor(optim: Optim, steps: int, update: int) -> float:
     """Return the learning rate of an update as a fraction of the peak.
 
+    The fraction is the same for all groups; `Group.factor` instead sets the peak of a group.
+
     It rises linearly during the warm-up. Then `optim.schedule` decides: `cosine` and `linear` fall
     to min_lr at update `steps`; `wsd` stays at the peak until the last `wsd_decay` updates, in
     which it falls linearly; `constant` stays at the peak.
@@ -106,7 +108,7 @@ def _match_factors(names: list[str], patterns: dict[str, float]) -> dict[str, fl
     return {name: patterns[pattern] for name, pattern in patterns_by_name.items()}
 
 
-def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
+def torch_param_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
     """Return `group_parameters` in the format of torch's optimizers, with peak learning rates."""
     return [
         {
@@ -123,7 +125,7 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
     import torch
 
     return torch.optim.AdamW(
-        parameter_groups(model, optim),
+        torch_param_groups(model, optim),
         lr=optim.lr,
         betas=tuple(optim.betas),
         eps=EPS,

@@ -34,6 +34,7 @@ class WordProblem(Task):
         self.elements = np.arange(self.group.order)  # elements that sequences are drawn from
 
     def count_contents(self, width: int) -> float:
+        """Return the number of sequences of `width` elements, each any element of the group."""
         return self.group.order**width
 
     def is_held_out(self, length: int) -> bool:
@@ -42,8 +43,9 @@ class WordProblem(Task):
     def restrict_elements(self, count: int | None) -> None:
         """Draw later sequences from the `count` elements of lowest order only; None: from all.
 
-        Few elements may have only a hundred different prefixes, too few for disjoint splits. Then
-        validation may draw sequences of training, and measures whether these are learned.
+        From few elements only about a hundred prefixes can be made, too few for disjoint splits.
+        Then validation may repeat training sequences, so it only shows whether the training data
+        are learned.
 
         Raises:
             TaskError: If the group has fewer elements.
@@ -83,7 +85,7 @@ class WordProblem(Task):
         if needs_split and prefix_length is not None and length >= prefix_length:
             splits.redraw_prefixes(
                 split,
-                ids[:, :prefix_length],
+                ids[:, :prefix_length],  # changed in place
                 np.ones(batch_size, bool),  # every row has the same length and can be redrawn
                 lambda count: draw(count, prefix_length),
             )

@@ -243,12 +243,12 @@ def test_kernel_folder_writable_by_others_is_refused(tmp_path):
     folder = tmp_path / "kernels/of-a-version"
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)
-    bundled_kernels._refuse_if_open(folder)
+    bundled_kernels._refuse_if_writable_by_others(folder)
     for place, mode in ((folder, 0o702), (folder, 0o720), (folder.parent, 0o777)):
         before = place.stat().st_mode
         place.chmod(mode)
         with pytest.raises(OSError, match=f"other users may write into {place}"):
-            bundled_kernels._refuse_if_open(folder)
+            bundled_kernels._refuse_if_writable_by_others(folder)
         place.chmod(before)
 
 

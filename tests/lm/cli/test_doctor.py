@@ -116,11 +116,17 @@ def test_processes_that_cannot_communicate(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpu_count, text", enumerate(["not needed without a GPU", "works on one", "works between two"])
+    "gpu_count, checked_count, expected_text",
+    [
+        (0, 0, "not needed without a GPU"),
+        (1, 1, "works on one GPU"),
+        (2, 2, "works between two GPUs"),
+        (8, 2, "works between two GPUs"),
+    ],
 )
-def test_nccl_is_checked_on_at_most_two_gpus(monkeypatch, gpu_count, text):
+def test_nccl_is_checked_on_at_most_two_gpus(monkeypatch, gpu_count, checked_count, expected_text):
     calls = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpu_count)
     monkeypatch.setattr(doctor, "_test_all_reduce", lambda *args: calls.append(args))
-    assert doctor._check_nccl()[1].startswith(text)
-    assert calls == ([("nccl", gpu_count)] if gpu_count else [])
+    assert doctor._check_nccl() == ("ok", expected_text)
+    assert calls == ([("nccl", checked_count)] if checked_count else [])

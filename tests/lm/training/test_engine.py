@@ -50,7 +50,7 @@ def test_linear_and_constant_schedules():
 @pytest.mark.parametrize("name", ["fprnn", "mamba"])
 def test_weight_decay_spares_a_d_norms_biases_and_gains(tiny, name):
     model = build_model(tiny(f"model.name={name}"), vocab_size=32)
-    groups = optim.parameter_groups(model, Optim())
+    groups = optim.torch_param_groups(model, Optim())
     names = {id(p): n for n, p in model.named_parameters()}
     with_decay, without_decay = ({names[id(p)] for p in group["params"]} for group in groups)
     assert groups[0]["weight_decay"] == 0.1 and groups[1]["weight_decay"] == 0.0

@@ -58,7 +58,7 @@ def test_parameters_have_the_rate_of_their_pattern(tiny):
     model = build_model(tiny(), vocab_size=32)
     names = {id(p): name for name, p in model.named_parameters()}
     rates, weight_decays = {}, {}
-    for group in optim.parameter_groups(model, tiny(FACTORS).optim):
+    for group in optim.torch_param_groups(model, tiny(FACTORS).optim):
         for p in group["params"]:
             assert names[id(p)] not in rates
             rates[names[id(p)]] = group["lr"]
