@@ -15,6 +15,8 @@ import tempfile
 import pytest
 import torch
 
+from lm.kernels import checks
+
 TARGETS = (80, 90)  # compute capability × 10: A100, H100
 TRITON_TYPES = {
     torch.float32: "*fp32",
@@ -51,11 +53,11 @@ def quicken_interpreter():
 def skip_if_missing(*modules):
     """Skip the test if a kernel cannot run here (no compiler, no GPU).
 
-    A kernel that fails or computes something else is not skipped: the test must find it.
+    The test of a kernel that fails or is wrong is not skipped: it must find the mistake.
     """
     for module in modules:
         is_usable, reason = module.usable()
-        is_broken = "something else" in reason or " fail: " in reason
+        is_broken = checks.DIFFER in reason or checks.FAIL in reason
         if not is_usable and not is_broken:
             pytest.skip(reason)
 

@@ -20,6 +20,10 @@ MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
 PICARD_FAILS_SCALE = 30.0
 
 
+# Parts of the sentences with which `find_fault` says that kernels are wrong. Tests look for them.
+DIFFER, FAIL = "differ from plain PyTorch", "fail:"
+
+
 def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> str:
     """Run a self-check in a clean thread.
 
@@ -40,12 +44,9 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
     try:
         (relative_error,) = run_in_clean_threads(check)
     except Exception as error:  # Triton, its compiler and the driver raise many types
-        return f"{kernels} fail: {type(error).__name__}: {str(error)[-500:]}"
+        return f"{kernels} {FAIL} {type(error).__name__}: {str(error)[-500:]}"
     if not relative_error < 1:  # NaN is a fault as well
-        return (
-            f"{kernels} differ from plain PyTorch by {relative_error:.1e} times the allowed"
-            " difference"
-        )
+        return f"{kernels} {DIFFER} by {relative_error:.1e} times the allowed difference"
     return ""
 
 

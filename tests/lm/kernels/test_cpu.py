@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lm.kernels.checks import find_fault
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.cpu import scan as cpu
@@ -252,3 +254,14 @@ def test_two_processes_can_compile_at_once(tmp_path):
     outputs = [p.communicate(timeout=300)[0].strip() for p in processes]
     assert outputs == ["(True, '')"] * 2
     assert [p.suffix for p in (tmp_path / "fprnn/kernels").iterdir()] == [".so"]
+
+
+def test_tests_of_wrong_or_failing_kernels_are_not_skipped():
+    def fail():
+        raise ZeroDivisionError
+
+    for self_check in (lambda: 2.0, lambda: float("nan"), fail):
+        reason = find_fault(self_check, "cpu", "the kernels")
+        skip_if_missing(SimpleNamespace(usable=lambda reason=reason: (False, reason)))
+    with pytest.raises(pytest.skip.Exception, match="there is no compiler"):
+        skip_if_missing(SimpleNamespace(usable=lambda: (False, "there is no compiler")))
