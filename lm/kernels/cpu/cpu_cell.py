@@ -249,9 +249,10 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
+        all_saved = ctx.saved_tensors  # a checkpoint permits to read them only once
         input_count = len(TENSOR_NAMES)
-        inputs = ctx.saved_tensors[:input_count]
-        y, outcome, *saved = ctx.saved_tensors[input_count:]
+        inputs = all_saved[:input_count]
+        y, outcome, *saved = all_saved[input_count:]
         rows, _roots, _checkpoints, centroid_weights, centroid_means = saved
         if grad_y is None:
             grad_y = torch.zeros_like(y)
