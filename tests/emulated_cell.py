@@ -37,7 +37,7 @@ def compile_library(d, channels, warps, crews, sources=SOURCES):
             built = Path(folder) / "cell.so"
             source = EMULATION / "emulated.cpp"
             subprocess.run(["g++", *options, str(source), "-o", str(built)], check=True)
-            path.write_bytes(built.read_bytes())
+            built.replace(path)  # in one step, because other test processes may load it
     return ctypes.CDLL(str(path))
 
 
