@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,12 +129,14 @@ def time_persistent_kernels(
     Must run last: after an error in a kernel, the process cannot use the GPU any more.
     """
     os.environ["FPRNN_KERNELS"] = "cuda"
+    # Triton must not be timed instead of these kernels.
+    warnings.filterwarnings("error", ".*is computed in another backend than cuda", RuntimeWarning)
     for batch in args.batches:
         try:
             step = make_layer_step(LAYERS[EXACT], args, batch)
             layers[batch][PERSISTENT] = measure_median(step, args.repeats)
             kernels[batch] |= measure_kernels(step, args.device)
-        except BackendError as error:
+        except (BackendError, RuntimeWarning) as error:
             print(f"{batch} sequences, {PERSISTENT}: left out: {error}", flush=True)
         except RuntimeError as error:
             print(f"{batch} sequences, {PERSISTENT}: {error}", flush=True)

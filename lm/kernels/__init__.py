@@ -237,7 +237,8 @@ def find(operation: str, like: torch.Tensor) -> ModuleType | None:
 def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """Call a function of the first backend that supports the arguments.
 
-    If backends exist but none supports the arguments, a warning is issued once.
+    A warning is issued once if backends exist but none supports the arguments, or if FPRNN_KERNELS
+    names a backend of BACKENDS_BY_NAME_ONLY that does not support them.
 
     Args:
         operation: One of OPERATIONS.
@@ -251,21 +252,26 @@ def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> An
     Raises:
         BackendError: If FPRNN_KERNELS names a backend that is unknown or cannot run.
     """
-    reasons = []
-    for module in _find_modules(operation, like.device.type, like.dtype, requested_backend()):
+    reasons: list[str] = []
+    requested = requested_backend()
+    for module in _find_modules(operation, like.device.type, like.dtype, requested):
         try:
-            return getattr(module, function)(*args)
+            result = getattr(module, function)(*args)
         except Unsupported as unsupported:
             reasons.append(str(unsupported))
+            continue
+        if reasons and requested in BACKENDS_BY_NAME_ONLY and operation in MODULES[requested]:
+            _warn_of_fallback(function, f"another backend than {requested}", "; ".join(reasons))
+        return result
     if reasons:
-        _warn_of_fallback(function, "; ".join(reasons))
+        _warn_of_fallback(function, "plain PyTorch, which is slower", "; ".join(reasons))
     return None
 
 
 @functools.cache
-def _warn_of_fallback(function, reasons):
+def _warn_of_fallback(function, substitute, reasons):
     warnings.warn(
-        f"{function} is computed in plain PyTorch, which is slower: {reasons}",
+        f"{function} is computed in {substitute}: {reasons}",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -12,7 +12,7 @@ import torch
 
 from lm import kernels
 from lm.kernels import Unsupported
-from lm.kernels.cell_arguments import Readout
+from lm.kernels.cell_arguments import CellArguments, Readout
 from lm.kernels.checks import FAILED
 from lm.kernels.cpu import cpu_cell
 from lm.kernels.cuda import cuda_cell
@@ -484,6 +484,17 @@ def test_self_check_passes_and_notices_a_fault(emulate, monkeypatch):
     compute = cuda_cell._compute_weight_gradient
     monkeypatch.setattr(cuda_cell, "_compute_weight_gradient", lambda *args: 1.5 * compute(*args))
     assert not cuda_cell._self_check() < 1
+
+
+def test_layer_that_the_named_backend_refuses_is_not_silent(monkeypatch):
+    layout, options, tensors = make_problem(b=1, length=2)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    modules = cuda_cell, cpu_cell  # cuda refuses rows in fp32
+    monkeypatch.setattr(kernels, "_find_modules", lambda *args: modules)
+    monkeypatch.setenv("FPRNN_KERNELS", "cuda")
+    with pytest.warns(RuntimeWarning, match="cell is computed in another backend than cuda"):
+        y, _, _ = kernels.compute("cell", "cell", arguments.x, arguments)
+    assert y.isfinite().all()
 
 
 @pytest.mark.gpu
