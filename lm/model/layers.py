@@ -420,7 +420,7 @@ def join_projections(
     """
     ordered = sorted(projections, key=lambda projection: projection.weight_y is None)
     weights = []
-    for _, from_x, weight_y, padding in ordered:
+    for _, _, weight_y, padding in ordered:
         if weight_y is not None:
             weights += [weight_y, weight_y.new_zeros(padding, width)] if padding else [weight_y]
     missing = -sum(map(len, weights)) % 8
