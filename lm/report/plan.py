@@ -195,8 +195,9 @@ def plan(cfg: Config, hardware: Hardware | int) -> dict:
 
     Returns:
         The costs by name. "tokens" and "flops" are of the whole run, "hours" are by part (None if
-        unknown), "persistent_hours" is a prediction (None without one), "memory" and "memory_by_stage" are bytes of a rank (`estimate.Memory`), "limit" is
-        the memory limit in bytes, and "fits" is True if "memory" does not exceed it.
+        unknown), "persistent_hours" is a prediction (None without one), "memory" and
+        "memory_by_stage" are bytes of a rank (`estimate.Memory`), "limit" is the memory limit in
+        bytes, and "fits" is True if "memory" does not exceed it.
 
     Raises:
         ConfigError: As in `build_model`, `model_vocab_size` and `deepspeed_config`.
