@@ -20,7 +20,7 @@ from lm.kernels.cuda.build import (
     _make_alarm,
     choose_partition,
     compile_cubin,
-    estimate_shared_bytes,
+    count_shared_bytes,
 )
 from lm.kernels.cuda.cuda_cell import DIFFERENTIABLE
 from lm.kernels.cuda.interface import INTEGERS, NUMBERS, POINTERS, Partition
@@ -75,7 +75,7 @@ def emulate(monkeypatch):
 
     def use(partition=SMALL, seed=0, sources=SOURCES):
         kernels = EmulatedKernels(partition, seed, sources)
-        monkeypatch.setattr(cuda_cell, "find_kernels", lambda sizes, like: kernels)
+        monkeypatch.setattr(cuda_cell, "find_kernels", lambda *args: kernels)
         return kernels
 
     return use
@@ -374,13 +374,19 @@ def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate, monkeypatch):
         solve(narrow_cell, layout, options, **{**tensors, "dt": tensors["dt"][..., 1:]})
 
 
-@pytest.mark.parametrize("crews", [1, 2])
-def test_estimated_shared_memory_is_an_upper_bound(crews):
-    for partition in (SMALL, Partition(144, 48, 8, 1, 1)):
-        kernels = EmulatedKernels(partition._replace(crews=crews, warps=8))
-        needed = max(kernels.forward_bytes, kernels.backward_bytes)
-        estimate = estimate_shared_bytes(partition.d, partition.channels, crews)
-        assert needed <= estimate < needed + 500
+@pytest.mark.parametrize(
+    "partition",
+    [
+        Partition(64, 16, 8, 2, 1),
+        Partition(144, 48, 8, 1, 1),
+        Partition(96, 32, 8, 1, 1, reflections=3),
+    ],
+    ids=lambda partition: "-".join(map(str, partition)),
+)
+def test_shared_memory_is_counted_as_in_the_source(partition):
+    d, channels, _, crews, _, reflections = partition
+    counted = count_shared_bytes(d, channels, crews, reflections)
+    assert counted == EmulatedKernels(partition).shared_bytes
 
 
 def test_alarm_is_on_the_cpu_whatever_the_default_device(monkeypatch):
@@ -393,7 +399,7 @@ def test_partition_with_a_fault_is_refused(emulate, monkeypatch):
     find_kernels = cuda_cell.find_kernels
     kernels = emulate(SMALL)
     monkeypatch.setattr(cuda_cell, "find_kernels", find_kernels)
-    monkeypatch.setattr(cuda_cell, "load_kernels", lambda d, b, device: kernels)
+    monkeypatch.setattr(cuda_cell, "load_kernels", lambda *args: kernels)
     monkeypatch.setattr(cuda_cell, "_faults", {})
     evaluate_emulated(make_problem(b=1))
     assert cuda_cell._faults == {(SMALL, torch.device("cpu")): ""}
