@@ -164,22 +164,17 @@ DEVICE void compute_backward_sums(const Cell &cell, const Member &me, int t, int
     }
 }
 
-// 4. Compute η and the other numbers of a sequence's token, one thread per sequence.
-DEVICE void solve_adjoint_of_token(const Cell &cell, Member &me, int t) {
+// Compute η and the other scalars of a sequence's token. `gate_entries` are those of its row.
+DEVICE void solve_adjoint_of_sequence(const Cell &cell, const double *sum, const uint16_t *gate_entries,
+                                      bool has_failed, const float *record, float *scalar) {
     constexpr int R = REFLECTIONS;
-    const int s = me.find_solver_sequence();
-    if (s >= me.sequences) return;
-    const uint32_t token = me.token_index(cell, s, t);
-    const double *sum = me.memory->totals[s], d = D_INNER;
-    const float *record = me.memory->record[s];
-    float *scalar = me.memory->scalars[s];
+    const double d = D_INNER;
     ReflectionMap map;
     MapGradient grads;
     double z[R], distance[R];
     const double mean = cell.layer_norm ? sum[L] / d : 0, along = sum[LN] / d;
     for (int i = 0; i < R; ++i) {
-        const float gate_entry = from_bf16(cell.rows[token * uint32_t(cell.columns) + cell.gates + i]);
-        map.gate[i] = cell.scale / (1 + exp(-double(gate_entry)));
+        map.gate[i] = cell.scale / (1 + exp(-double(from_bf16(gate_entries[i]))));
         for (int j = 0; j < i; ++j) map.gram[i][j] = record[GRAM + pair_index(i, j)];
         distance[i] = record[DISTANCE + i];
         // Gradient of u·x̃ through y and through the state, with s as a constant.
@@ -191,7 +186,7 @@ DEVICE void solve_adjoint_of_token(const Cell &cell, Member &me, int t) {
     compute_reflection_map<R>(R, cell.sequential, cell.kappa, map);
     backprop_root<R>(R, map, z, grads.d_root);
     compute_recorded_slope(record, map, grads.phi_slope);
-    solve_adjoint<R>(R, cell.outcome[token] & FAILED, grads);
+    solve_adjoint<R>(R, has_failed, grads);
     for (int i = 0; i < R; ++i) {  // Σ u d_mixed
         grads.d_mix_weights[i] = z[i];
         for (int j = 0; j < R; ++j) grads.d_mix_weights[i] += grads.eta[j] * record[SLOPE + i * R + j];
@@ -217,6 +212,17 @@ DEVICE void solve_adjoint_of_token(const Cell &cell, Member &me, int t) {
     }
     scalar[MEAN_LAMBDA] = mean_lambda;
     scalar[ALONG_LAMBDA] = along_lambda;
+}
+
+// 4. Compute the scalars of every sequence, one thread per sequence.
+DEVICE void solve_adjoint_of_token(const Cell &cell, Member &me, int t) {
+    const int s = me.find_solver_sequence();
+    if (s >= me.sequences) return;
+    const uint32_t token = me.token_index(cell, s, t);
+    const double *sum = me.memory->totals[s];
+    const uint16_t *gate_entries = cell.rows + token * uint32_t(cell.columns) + cell.gates;
+    const bool has_failed = cell.outcome[token] & FAILED;
+    solve_adjoint_of_sequence(cell, sum, gate_entries, has_failed, me.memory->record[s], me.memory->scalars[s]);
     if (me.block == 0) {
         const float norm = sqrt(float(sum[LL])), previous = cell.largest[me.first_sequence + s];
         if (!(norm <= previous)) cell.largest[me.first_sequence + s] = norm;

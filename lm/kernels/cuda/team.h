@@ -40,7 +40,7 @@ static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_PER_BL
 constexpr float LOG2_E = 1.44269504f;
 constexpr int SILU = 0, RELU = 1;
 // Return the index of a symmetric matrix' entry in its lower triangle, row by row.
-constexpr int pair_index(int i, int j) { return i < j ? pair_index(j, i) : i * (i + 1) / 2 + j; }
+constexpr int pair_index(int i, int j) { return i < j ? j * (j + 1) / 2 + i : i * (i + 1) / 2 + j; }
 // Return the entries of a row of the weight in shared memory. Eight more avoid bank conflicts.
 constexpr int row_stride(int entries) { return BLOCKS * entries + 8; }
 // Return the words of a lane for the `entries` of one block: a word has three pairs, a lane two of 16 entries.
@@ -136,18 +136,15 @@ DEVICE float sum_four_over_channels(const float (&value)[4], int channel) {
     return sum + shuffle_xor(sum, 16);
 }
 
-// Sum `terms` over the channels of a unit. Each of the four lanes of a channel sums a quarter of them.
+// Sum terms over the channels of a unit. Lane q of a channel sums the terms q, q + 4, …
 template <int TERMS>
 DEVICE void sum_terms(const float (&term)[TERMS], int quarter, int channel, float *sums) {
-    constexpr int SHARE = (TERMS + 3) / 4;
 #pragma unroll
-    for (int k = 0; k < SHARE; ++k) {
-        float value = term[k];
-        for (int q = 1; q < 4 && q * SHARE + k < TERMS; ++q)
-            if (q == quarter) value = term[q * SHARE + k];
+    for (int first = 0; first < TERMS; first += 4) {
+        const auto term_of = [&](int q) { return term[first + q < TERMS ? first + q : first]; };
+        const float value = quarter == 0 ? term_of(0) : quarter == 1 ? term_of(1) : quarter == 2 ? term_of(2) : term_of(3);
         const float sum = sum_channels(value);
-        const int entry = quarter * SHARE + k;
-        if (channel == 0 && entry < TERMS) sums[entry] = sum;
+        if (channel == 0 && first + quarter < TERMS) sums[first + quarter] = sum;
     }
 }
 // Return value + Σ_i θ_i vector_i of a channel: x̃ from x and v, or the output before the norm from f and m.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #define DEVICE inline
+#define SEPARATE inline
 
 namespace fabric {
 
