@@ -23,7 +23,7 @@ from lm.kernels.cuda.interface import PACKED, STATES, TEAM_SEQUENCES, Partition
 HERE = Path(__file__).parent
 SOURCE = "kernels.cu"
 HEADERS = ("fabric.h", "team.h", "cell_forward.h", "cell_backward.h", "standard.h")
-# The algebra of a token's reflections and the search for its root are the same source as on the CPU.
+# The algebra of a token's reflections and the search for its root are shared with the CPU kernels.
 CPU_HEADERS = ("cell_map.h", "cell_root.h", "cell_pair.h", "cell_equation.h")
 STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by standard.h
 # Functions without an annotation, such as those of CPU_HEADERS, are compiled for the GPU.

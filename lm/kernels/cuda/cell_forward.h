@@ -180,7 +180,7 @@ DEVICE void compute_recorded_slope(const float *record, const ReflectionMap &map
 }
 
 // Solve the equation of a sequence and write its record. Return the outcome.
-SEPARATE int solve_sequence(const Cell &cell, const double *sum, const float *gate_entries, float *record) {
+DEVICE int solve_sequence(const Cell &cell, const double *sum, const float *gate_entries, float *record) {
     const Reflections reflections(cell, sum, gate_entries);
     const CentredSums centred(cell, sum);
     Equation e;

@@ -18,8 +18,6 @@ struct alignas(16) Word {
 #ifdef __CUDACC__
 
 #define DEVICE __device__ __forceinline__
-// A function with registers of its own: one thread per sequence calls it, and all others would carry them.
-#define SEPARATE __device__ __noinline__
 #define KERNEL extern "C" __global__ void
 
 DEVICE int thread_in_block() { return threadIdx.x; }

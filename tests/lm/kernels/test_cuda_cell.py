@@ -469,7 +469,9 @@ def test_partition_of_known_gpus(gpu, d, b, expected):
     assert choose_partition(d, b, *gpu, reflections) == expected
 
 
-@pytest.mark.parametrize("gpu, most", [(A100, 2), (H100, 4), (B200, 4)], ids=["A100", "H100", "B200"])
+@pytest.mark.parametrize(
+    "gpu, most", [(A100, 2), (H100, 4), (B200, 4)], ids=["A100", "H100", "B200"]
+)
 def test_reflections_that_fit_a_gpu(gpu, most):
     """docs/kernels.md has these numbers, for d_inner 1,536."""
     fits = [choose_partition(1536, 16, *gpu, r) is not None for r in range(1, MAX_REFLECTIONS + 1)]

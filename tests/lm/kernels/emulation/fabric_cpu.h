@@ -16,7 +16,6 @@
 #include <vector>
 
 #define DEVICE inline
-#define SEPARATE inline
 
 namespace fabric {
 
