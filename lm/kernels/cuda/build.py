@@ -22,7 +22,7 @@ from lm.kernels.cuda.interface import PACKED, STATES, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
 SOURCE = "kernels.cu"
-HEADERS = ("fabric.h", "team.h", "cell_forward.h", "cell_backward.h", "standard.h")
+HEADERS = ("fabric.h", "team.h", "token_equation.h", "cell_forward.h", "cell_backward.h")
 # The algebra of a token's reflections and the search for its root are shared with the CPU kernels.
 CPU_HEADERS = ("cell_map.h", "cell_root.h", "cell_pair.h", "cell_equation.h")
 STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by standard.h
@@ -30,13 +30,13 @@ STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by st
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
 # Of a block. Two crews halve the launches of large batches, but a thread has only 128 registers and
-# spills up to 1,472 bytes; on a GPU this was not timed.
+# spills up to 1,748 bytes; on a GPU this was not timed.
 MAX_CREWS = 2
 MAX_CHANNELS = 48  # of a block: with more, the state does not fit into the registers
 # Time in which blocks exchange words, in units of the work on one channel of eight sequences. It is
 # an estimate: 2.5 µs on an H100, where 48 channels are estimated at 2 µs.
 EXCHANGE_WORK = 60
-MAX_REFLECTIONS = 4  # with more, W_y of no common width fits into the shared memory of a GPU
+MAX_REFLECTIONS = 4  # with five, W_y of d_inner 1,536 fits into the shared memory of no known GPU
 MIN_BLOCKS = 3  # of a group: a block multiplies at most 16 of the small rows (team.h)
 
 
@@ -81,7 +81,7 @@ def compile_cubin(
 
 def _read_sources():
     """Return {file name: text} of the source and all headers."""
-    texts = {name: (HERE / name).read_bytes() for name in (SOURCE, *HEADERS)}
+    texts = {name: (HERE / name).read_bytes() for name in (SOURCE, *HEADERS, "standard.h")}
     texts |= {name: (HERE.parent / "cpu" / name).read_bytes() for name in CPU_HEADERS}
     return texts | dict.fromkeys(STANDARD_HEADERS, b'#include "standard.h"\n')
 

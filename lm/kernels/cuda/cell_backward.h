@@ -36,7 +36,7 @@ enum Scalar {
     ETA,
     MIX_WEIGHT = ETA + REFLECTIONS,          // T (s − U x), in x̃ = x + Σ MIX_WEIGHT · u
     D_UX = MIX_WEIGHT + REFLECTIONS,         // gradient of u·x
-    DOTS = D_UX + REFLECTIONS,               // u · (gradient of u); 0 if v is shorter than eps, so that u has no fixed length
+    DOTS = D_UX + REFLECTIONS,               // u · (gradient of u); 0 if v is shorter than eps: u has no fixed length
     D_GATE_ENTRY = DOTS + REFLECTIONS,       // gradient of the row's gate
     D_GRAM = D_GATE_ENTRY + REFLECTIONS      // gradient of u_i·u_j, by pair_index
 };
