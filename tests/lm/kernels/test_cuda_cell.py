@@ -479,7 +479,7 @@ def test_reflections_that_fit_a_gpu(gpu, most):
 
 
 # Bytes that a thread may spill, by crews of a block and reflections. With two crews a thread has
-# 128 registers. With several reflections the search for the root spills, in one thread per sequence.
+# 128 registers. With several reflections the search for the root spills, in a thread per sequence.
 MAX_SPILLS = {(1, 1): 0, (2, 1): 1800, (1, 2): 40, (2, 2): 1800, (2, 3): 3600, (1, 4): 3400}
 
 
