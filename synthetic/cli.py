@@ -97,21 +97,22 @@ def _inspect_errors(args: argparse.Namespace) -> int:
 
     from lm.common.console import say
     from lm.common.files import check_replaceable_with_record, writing
-    from synthetic.error_control import measure_error_control
+    from synthetic.error_control import MAX_LENGTH, measure_error_control
     from synthetic.error_figure import COLUMNS, FILES, draw_error_control
     from synthetic.results import build_table
 
     folder = Path(args.out or "runs/errors")
     record, figure = (folder / name for name in FILES)
     check_replaceable_with_record(record, ",".join(COLUMNS), figure)
+    length = args.length or MAX_LENGTH
     drawing = draw_error_control(
-        [measure_error_control(run_dir, args.length, args.seed, args.trust) for run_dir in runs]
+        [measure_error_control(run_dir, length, args.seed, args.trust) for run_dir in runs]
     )
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         drawing.table.to_csv(record, index=False)
         drawing.figure.savefig(figure, dpi=140)
-    say(build_table(drawing.summary, "Error control"))
+    say(build_table(drawing.summary, "Error control: accuracies at T, horizons"))
     say("\n".join([*drawing.notes, *(f"wrote    {path}" for path in (record, figure))]))
     return 0
 
@@ -262,10 +263,10 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         " page: the state that it decodes at each token next to the correct one, ℓ* (iterations"
         " that the paper's solver needs), states, gates and decays. TOKEN is the name of an input"
         " token (213 231 for S3). Without TOKEN, --length draws a test sequence. See"
-        " docs/inspect.md. With --errors, show instead how well one or several runs correct errors of"
-        " their recurrent states: a table, errors.csv and errors.png. It needs a task whose answers"
-        " are states (word_problem; parity and automaton with task.supervision: every) and layers"
-        " with a recurrent state.",
+        " docs/inspect.md. With --errors, measure instead whether one or several runs correct"
+        " errors of their recurrent states, and write a table and a figure. The task must label"
+        " every token with a state (word_problem; parity or automaton with task.supervision:"
+        " every), and no layer may be attention.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
     command.add_argument(

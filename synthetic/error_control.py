@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,16 +39,10 @@ from torch import nn
 from lm.model.baseline_layers import AttentionState
 from lm.model.state import list_tensors, map_tensors
 from synthetic.build import load_run
-from synthetic.evaluate import (
-    Answers,
-    BatchTensors,
-    compute_answers,
-    move_to_device,
-    override_solver,
-)
+from synthetic.evaluate import compute_answers, move_to_device, override_solver
 from synthetic.tasks import Task, TaskError
 
-MAX_LENGTH = 1024  # default of the longest measured length, unless 4T is longer
+MAX_LENGTH = 1024  # default of the longest measured length
 # Numbers of sequences: at least this many, and this many for each id of the task.
 NUM_TEST, TEST_PER_ID = 256, 16
 NUM_REFERENCE, REFERENCE_PER_ID = 4096, 128
@@ -71,9 +64,9 @@ class ErrorControl(NamedTuple):
     task: str
     trained_length: int  # T
     by_length: dict[str, dict[int, float]]  # quantity → length → value
+    separation: float
     contraction: dict[int, float]  # delay in tokens → value
-    # infinity: no noise reaches it; NaN: the reference means do not identify the classes
-    threshold: float
+    threshold: float  # infinity: no noise reaches it; NaN: the means do not identify the classes
     measured_horizon: float  # infinity: longer than all measured lengths
     predicted_horizon: float  # infinity: unlimited; NaN: no threshold
 
@@ -107,19 +100,18 @@ def flatten_state(state: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def measure_error_control(
-    run_dir: Path | str, max_length: int | None = None, seed: int = 0, trust: bool = False
+    run_dir: Path | str, max_length: int = MAX_LENGTH, seed: int = 0, trust: bool = False
 ) -> ErrorControl:
     """Measure the error control of a trained run, in fp32.
 
     Args:
         run_dir: The run directory.
-        max_length: Longest measured length, at least 4T; None: MAX_LENGTH or 4T.
+        max_length: Longest measured length; 4T if it is below.
         seed: Seed of the sequences and of the noise.
         trust: Run the code of a `module:Class` that the run's config.yaml names.
 
     Raises:
-        TaskError: If the answers of the task are not states, if the model has attention, or if
-            `max_length` is below 4T.
+        TaskError: If the answers of the task are not states, or if the model has attention.
         CheckpointError: If the run has no checkpoint.
     """
     cfg, task, model, _ = load_run(run_dir, trust=trust)
@@ -129,15 +121,10 @@ def measure_error_control(
             " --errors measures word_problem, and parity and automaton with task.supervision: every"
         )
     trained_length = cfg.train.lengths[1]
-    max_length = max_length or max(MAX_LENGTH, 4 * trained_length)
-    if max_length < 4 * trained_length:
-        raise TaskError(
-            f"--length {max_length} is too short for {run_dir}: --errors needs at least four times"
-            f" its training length, {4 * trained_length}"
-        )
+    lengths = choose_lengths(trained_length, max(max_length, 4 * trained_length))
     with override_solver(model, eval_max_iters=cfg.eval.max_iters):
         subspace = find_subspace(model, task, trained_length, seed, str(run_dir))
-        values = _read_test_sequences(model, task, subspace, trained_length, max_length, seed)
+        values = _read_test_sequences(model, task, subspace, lengths, trained_length, seed)
     return _summarize(Path(run_dir), task, trained_length, subspace.separation, values)
 
 
@@ -149,8 +136,8 @@ def find_subspace(model: nn.Module, task: Task, length: int, seed: int, name: st
     """
     counts = sums = squares = torch.zeros((), dtype=torch.float64)
     total = max(NUM_REFERENCE, REFERENCE_PER_ID * task.vocab_size)
-    for ids, labels, _ in _draw_batches(model, task, "valid", seed, total, length):
-        state = _read(model, ids, None).state
+    for ids, labels in _draw_batches(model, task, "valid", seed, total, length):
+        _, state = _read(model, ids, None)
         if any(isinstance(layer, AttentionState) for layer in state.layers):
             raise TaskError(f"{name}: --errors measures recurrent states, and attention has none")
         x = flatten_state(state).double()
@@ -169,46 +156,45 @@ def find_subspace(model: nn.Module, task: Task, length: int, seed: int, name: st
     return Subspace(classes, scale, center, basis, means, float(distances.amin(1).mean()))
 
 
-def _draw_batches(
-    model: nn.Module, task: Task, split: str, seed: int, total: int, length: int
-) -> Iterator[BatchTensors]:
-    """Yield batches with at least `total` sequences of this length, on the model's device."""
+def _draw_batches(model: nn.Module, task: Task, split: str, seed: int, total: int, length: int):
+    """Yield ids and labels (n,length) of at least `total` sequences, on the model's device."""
     device = next(model.parameters()).device
     for index in range(math.ceil(total / BATCH_SIZE)):
-        yield move_to_device(task.batch(seed, split, index, BATCH_SIZE, (length, length)), device)
+        batch = task.batch(seed, split, index, BATCH_SIZE, (length, length))
+        yield move_to_device(batch, device)[:2]
 
 
-def _read(model: nn.Module, ids: torch.Tensor, state: Any) -> Answers:
-    """Read tokens (n,l) from recurrent states; None: from the start."""
-    return compute_answers(model, ids, None, state, carries_state=True, token_by_token=False)
+def _read(model: nn.Module, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    """Read tokens (n,l) from recurrent states, or the start; return answers (n,l) and states."""
+    logits, _, state = compute_answers(model, ids, None, state, True, token_by_token=False)
+    return logits.argmax(-1), state
 
 
 def choose_lengths(trained_length: int, max_length: int) -> list[int]:
     """Return the measured lengths: powers of two, T/2, T, 2T, 4T, and the longest."""
-    powers = (2**i for i in range(max_length.bit_length()))
-    multiples = (trained_length * i // 2 for i in (1, 2, 4, 8))
-    return sorted({max(1, length) for length in (*powers, *multiples, max_length)})
+    lengths = {2**i for i in range(max_length.bit_length())} | {max_length}
+    return sorted(lengths | {max(1, trained_length * i // 2) for i in (1, 2, 4, 8)})
 
 
 def _read_test_sequences(
     model: nn.Module,
     task: Task,
     subspace: Subspace,
+    lengths: list[int],
     trained_length: int,
-    max_length: int,
     seed: int,
 ) -> Values:
-    """Read test sequences once, from one measured length to the next; perturb them at T."""
+    """Read test sequences once, from one measured length to the next; perturb the states at T."""
     values: Values = defaultdict(list)
     generator = torch.Generator().manual_seed(seed)
     total = max(NUM_TEST, TEST_PER_ID * task.vocab_size)
-    longest = max(max_length, trained_length + DELAYS[-1])
-    for ids, labels, _ in _draw_batches(model, task, "test", seed, total, longest):
+    longest = max(lengths[-1], trained_length + DELAYS[-1])
+    for ids, labels in _draw_batches(model, task, "test", seed, total, longest):
         state = None
-        for begin, end in pairwise([0, *choose_lengths(trained_length, max_length)]):
-            answers = _read(model, ids[:, begin:end], state)
-            state, label = answers.state, labels[:, end - 1]
-            values["accuracy", end].append(answers.logits[:, -1].argmax(-1) == label)
+        for begin, end in pairwise([0, *lengths]):
+            answers, state = _read(model, ids[:, begin:end], state)
+            label = labels[:, end - 1]
+            values["accuracy", end].append(answers[:, -1] == label)
             has_mean = torch.isin(label, subspace.classes)  # the first states may never return
             index = torch.searchsorted(subspace.classes, label[has_mean])
             distances = torch.cdist(subspace.project(state)[has_mean], subspace.means)  # (·,c)
@@ -219,38 +205,23 @@ def _read_test_sequences(
     return values
 
 
-def _perturb(
-    model: nn.Module,
-    subspace: Subspace,
-    state: Any,
-    ids: torch.Tensor,
-    labels: torch.Tensor,
-    generator: torch.Generator,
-    values: Values,
-) -> None:
-    """Measure the contraction, and the accuracy of the next answer for each level of noise.
+def _perturb(model, subspace, state, ids, labels, generator, values) -> None:
+    """Add to `values` the contraction, and the accuracy after each level of noise.
 
-    Args:
-        model: The model.
-        subspace: Its separating subspace.
-        state: Recurrent states after T tokens.
-        ids: The next tokens, (n,l).
-        labels: Right answers at the first of them, (n,).
-        generator: Source of randomness.
-        values: Receives the values.
+    state: after T tokens. ids: the next tokens, (n,l). labels: right answers at the first, (n,).
     """
     shape = len(ids), subspace.basis.shape[1]
     noise = torch.randn(1 + len(NOISE_LEVELS), *shape, generator=generator).to(ids.device)
     offsets = PERTURBATION * subspace.separation * nn.functional.normalize(noise[0], dim=1)
     plain, moved = state, subspace.move(state, offsets)
     for begin, end in pairwise([0, *DELAYS]):
-        plain, moved = (_read(model, ids[:, begin:end], s).state for s in (plain, moved))
+        plain, moved = (_read(model, ids[:, begin:end], s)[1] for s in (plain, moved))
         difference = subspace.project(moved) - subspace.project(plain)
         values["contraction", end].append(difference.norm(dim=1) / offsets.norm(dim=1))
     for level, direction in zip(NOISE_LEVELS, noise[1:]):
         offsets = level * subspace.separation / math.sqrt(shape[1]) * direction
-        logits = _read(model, ids[:, :1], subspace.move(state, offsets)).logits
-        values["noisy_accuracy", level].append(logits[:, 0].argmax(-1) == labels)
+        answers, _ = _read(model, ids[:, :1], subspace.move(state, offsets))
+        values["noisy_accuracy", level].append(answers[:, 0] == labels)
 
 
 def _summarize(
@@ -260,29 +231,25 @@ def _summarize(
     places: dict[str, dict[Any, torch.Tensor]] = defaultdict(dict)
     for (quantity, place), batches in values.items():
         places[quantity][place] = torch.cat(batches).double()
-    names = "accuracy", "nearest_accuracy", "noisy_accuracy"
-    means = {name: {n: float(v.mean()) for n, v in places[name].items()} for name in names}
-    spread = {n: float(v.square().mean().sqrt()) for n, v in places["distance"].items()}
+    accuracy, nearest, noisy_accuracy = (
+        {place: float(items.mean()) for place, items in places[name].items()}
+        for name in ("accuracy", "nearest_accuracy", "noisy_accuracy")
+    )
+    spread = {n: float(items.square().mean().sqrt()) for n, items in places["distance"].items()}
     ratio = {n: value / separation for n, value in spread.items()}
-    noisy_accuracy = means.pop("noisy_accuracy")
     readable = task.chance + READABLE * (1 - task.chance)
     threshold = math.nan
-    if means["nearest_accuracy"][trained_length] >= readable:
+    if nearest[trained_length] >= readable:
         threshold = find_threshold(ratio[trained_length], noisy_accuracy, readable)
-    lost = [n for n, accuracy in means["accuracy"].items() if accuracy < readable]
     return ErrorControl(
         run_dir,
         task.name,
         trained_length,
-        {
-            **means,
-            "spread": spread,
-            "separation": dict.fromkeys(spread, separation),
-            "ratio": ratio,
-        },
-        {delay: float(v.median()) for delay, v in places["contraction"].items()},
+        {"accuracy": accuracy, "nearest_accuracy": nearest, "spread": spread, "ratio": ratio},
+        separation,
+        {delay: float(items.median()) for delay, items in places["contraction"].items()},
         threshold,
-        min(lost, default=math.inf),
+        min((n for n, share in accuracy.items() if share < readable), default=math.inf),
         predict_horizon(ratio, trained_length, threshold),
     )
 
@@ -296,8 +263,8 @@ def find_threshold(ratio: float, noisy_accuracy: dict[float, float], readable: f
         readable: Accuracy below which the answer is unreadable.
 
     Returns:
-        The threshold, interpolated between two levels; NaN if the answer is unreadable at the
-        lowest level, infinity if it is readable at all levels.
+        The threshold, interpolated between two levels; NaN if the lowest level is unreadable,
+        infinity if no level is.
     """
     if next(iter(noisy_accuracy.values())) < readable:
         return math.nan
@@ -309,21 +276,17 @@ def find_threshold(ratio: float, noisy_accuracy: dict[float, float], readable: f
 
 
 def predict_horizon(ratio: dict[int, float], trained_length: int, threshold: float) -> float:
-    """Predict the length at which the ratio reaches the threshold.
-
-    Args:
-        ratio: Length → ratio. Only lengths from T/2 to 2T are used.
-        trained_length: T.
-        threshold: Readability threshold.
+    """Predict the length at which the ratio (by length) reaches the threshold.
 
     Returns:
-        The length at which the fitted power law has the threshold; infinity above MAX_HORIZON, or
-        if the fitted ratio does not grow and is below the threshold.
+        The length at which the power law fitted to the ratio from T/2 to 2T has the threshold;
+        infinity above MAX_HORIZON or if the ratio does not grow; NaN without a threshold.
     """
+    if math.isnan(threshold):
+        return math.nan
     lengths = [n for n in ratio if trained_length <= 2 * n <= 4 * trained_length]
     exponent, log_factor = np.polyfit(np.log(lengths), np.log([ratio[n] for n in lengths]), 1)
-    gap = math.log(threshold) - log_factor - exponent * math.log(trained_length)  # at T
-    if exponent <= 0 or math.isnan(gap):
-        return math.inf if gap > 0 else gap and trained_length
-    log_horizon = math.log(trained_length) + gap / exponent
-    return math.exp(log_horizon) if log_horizon < math.log(MAX_HORIZON) else math.inf
+    gap = math.log(threshold) - log_factor
+    if exponent <= 0 or gap > exponent * math.log(MAX_HORIZON):
+        return math.inf
+    return math.exp(gap / exponent)
