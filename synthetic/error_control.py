@@ -213,10 +213,10 @@ def _perturb(model, subspace, state, ids, labels, generator, values) -> None:
     shape = len(ids), subspace.basis.shape[1]
     noise = torch.randn(1 + len(NOISE_LEVELS), *shape, generator=generator).to(ids.device)
     offsets = PERTURBATION * subspace.separation * nn.functional.normalize(noise[0], dim=1)
-    plain, moved = state, subspace.move(state, offsets)
+    states = state, subspace.move(state, offsets)
     for begin, end in pairwise([0, *DELAYS]):
-        plain, moved = (_read(model, ids[:, begin:end], s)[1] for s in (plain, moved))
-        difference = subspace.project(moved) - subspace.project(plain)
+        states = tuple(_read(model, ids[:, begin:end], s)[1] for s in states)
+        difference = subspace.project(states[1]) - subspace.project(states[0])
         values["contraction", end].append(difference.norm(dim=1) / offsets.norm(dim=1))
     for level, direction in zip(NOISE_LEVELS, noise[1:]):
         offsets = level * subspace.separation / math.sqrt(shape[1]) * direction
@@ -268,9 +268,9 @@ def find_threshold(ratio: float, noisy_accuracy: dict[float, float], readable: f
     """
     if next(iter(noisy_accuracy.values())) < readable:
         return math.nan
-    for (low, before), (high, after) in pairwise(noisy_accuracy.items()):
-        if after < readable:
-            fraction = (before - readable) / (before - after)
+    for (low, accuracy), (high, next_accuracy) in pairwise(noisy_accuracy.items()):
+        if next_accuracy < readable:
+            fraction = (accuracy - readable) / (accuracy - next_accuracy)
             return math.hypot(ratio, low + fraction * (high - low))
     return math.inf
 
