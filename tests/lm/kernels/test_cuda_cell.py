@@ -335,11 +335,10 @@ def test_words_that_never_arrive_are_a_deadlock(tmp_path, emulate):
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
 def test_a_timeout_makes_every_result_nan(is_backward, tmp_path, emulate):
     file = "cell_backward.h" if is_backward else "cell_forward.h"
-    step = "step" if is_backward else "step + 1"
+    call = "<D_ROW_ENTRIES>(step)" if is_backward else "<Y_ENTRIES>(step + 1)"
     # Block 0 does not send its vectors.
-    change_source(
-        tmp_path, file, f"me.send_vector({step})", f"if (me.block) me.send_vector({step})"
-    )
+    old = f"me.send_vector{call}"
+    change_source(tmp_path, file, old, f"if (me.block) {old}")
     kernels = emulate(SMALL, 0, tmp_path)
     kernels.waits_time_out = True
     layout, options, tensors = make_problem()
