@@ -24,6 +24,9 @@ from synthetic.deferred_centroids import DeferredCentroids
 from synthetic.evaluate import move_to_device
 from synthetic.tasks import IGNORE
 
+# Centroids enter a model after its curriculum, when the headline metric on validation data is at
+# least this. The states of a worse model are not yet worth keeping.
+MIN_SCORE = 0.9
 # Training data from which the states come.
 NUM_BATCHES = 16
 SEQUENCES_PER_BATCH = 512

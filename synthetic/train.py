@@ -28,7 +28,7 @@ from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import tasks
 from synthetic.build import STATE, LoadedRun, build_model, collect_tensors, find_newest_state
-from synthetic.centroids import find_and_attach
+from synthetic.centroids import MIN_SCORE, find_and_attach
 from synthetic.config import Config
 from synthetic.deferred_centroids import DeferredCentroids
 from synthetic.evaluate import (
@@ -475,26 +475,18 @@ class Training(Loop):
                 self._restrict_elements(min(2 * self.num_elements, self.task.vocab_size))
             self.batches = self._batches()
             self.state = None
-            self._attach_centroids_if_due()
-        elif self._attach_centroids_if_due():
-            return
+        elif self.centroids is not None and self.centroids.are_missing:
+            if score >= MIN_SCORE:
+                self._attach_centroids(self.centroids)
         elif score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
-    def _attach_centroids_if_due(self) -> bool:
-        """Find the centroids of the model once its curriculum is over.
-
-        Returns:
-            Whether the model was without centroids until now.
-        """
-        centroids = self.centroids
-        if centroids is None or not centroids.are_missing or not self._is_curriculum_over:
-            return False
+    def _attach_centroids(self, centroids: DeferredCentroids) -> None:
+        """Find the centroids of the model, and attach them to its layers."""
         with self._autocast():
             run = LoadedRun(self.cfg, self.task, self.model.eval(), self.precision)
             description = find_and_attach(centroids, run)
         say(f"centroids: {description}")
-        return True
 
     def check_finite(self) -> None:
         """Check the weights and the optimizer's moments.

@@ -43,6 +43,7 @@ def three_states(monkeypatch):
         return centroids.FoundCentroids({layer: vectors for layer in layers}, "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)
+    monkeypatch.setattr("synthetic.train.MIN_SCORE", 0.0)
 
 
 def centroid_names(state_dict):
@@ -139,3 +140,11 @@ def test_deferred_centroids_return_to_the_same_layers():
     deferred.set_attached(True)
     assert parts[1].block.centroids is original and not deferred.are_missing
     assert parts[0].block.centroids is None
+
+
+def test_centroids_wait_until_the_model_is_right(make_cfg, three_states, monkeypatch, capsys):
+    monkeypatch.setattr("synthetic.train.MIN_SCORE", 1.01)
+    cfg = make_cfg()
+    train(cfg)
+    assert "centroids: " not in capsys.readouterr().out
+    assert not centroid_names(load_run(cfg.run_dir).model.state_dict())
