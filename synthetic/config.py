@@ -71,6 +71,27 @@ class Model(lm_schema.Model):
     n_layer: int = Field(1, gt=0)
     tie_embeddings: bool = False  # an id has different meanings in inputs and answers
     headdim: int = Field(32, gt=0)
+    # auto: the number of states that the model of `init_from` tells apart (synthetic/centroids.py)
+    state_centroids: Annotated[int, Field(ge=0, le=65_536)] | Literal["auto"] = 0
+
+    @property
+    def centroid_counts(self) -> list[Any]:
+        """The `state_centroids` of the section and of the options of its layers, in their order."""
+        return [settings["state_centroids"] for settings in self._centroid_settings()]
+
+    def replace_auto_centroids(self, count: int) -> Self:
+        """Return the section with `count` in place of every `state_centroids: auto`."""
+        model = self.model_copy(deep=True)
+        for settings in model._centroid_settings():
+            if settings["state_centroids"] == "auto":
+                settings["state_centroids"] = count
+        return model
+
+    def _centroid_settings(self) -> list[dict[str, Any]]:
+        """Return the mappings with a `state_centroids`: of the section and of options of layers."""
+        layers = self.layers if isinstance(self.layers, list) else []
+        options = [o for layer in layers if isinstance(layer, dict) for o in layer.values()]
+        return [self.__dict__, *(o for o in options if "state_centroids" in o)]
 
 
 class Optim(lm_schema.Optim):
@@ -234,6 +255,25 @@ class Config(lm_schema.Run):
     def _check_warmup(self) -> Self:
         lm_schema.check_updates(self)
         return self
+
+    @model_validator(mode="after")
+    def _check_centroids(self) -> Self:
+        if "auto" in self.model.centroid_counts and self.init_from is None:
+            raise ValueError(
+                "`model.state_centroids` is auto, which counts the states of a trained run: set"
+                " `init_from` to the run, or model.state_centroids to a number"
+            )
+        return self
+
+    def adopt_centroids(self, saved: Config) -> Config:
+        """Return the config with the numbers of `saved` in place of `state_centroids: auto`."""
+        counts = zip(self.model.centroid_counts, saved.model.centroid_counts)
+        numbers = [number for count, number in counts if count == "auto"]
+        return self.replace_auto_centroids(numbers[0]) if numbers else self
+
+    def replace_auto_centroids(self, count: int) -> Config:
+        """Return the config with `count` in place of every `state_centroids: auto`."""
+        return self.model_copy(update={"model": self.model.replace_auto_centroids(count)})
 
     @model_validator(mode="after")
     def _check_adversary(self) -> Self:

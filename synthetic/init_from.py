@@ -10,10 +10,12 @@ from lm.common.errors import ConfigError
 from lm.common.files import write_json
 from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
-from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
+from lm.training.build import check_section
+from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights, pair_layers
 from synthetic import centroids
 from synthetic.build import LoadedRun, load_run
 from synthetic.config import Config, Task
+from synthetic.config import load as load_config
 
 
 def needs_initial_weights(cfg: Config, overwrite: bool) -> bool:
@@ -21,6 +23,50 @@ def needs_initial_weights(cfg: Config, overwrite: bool) -> bool:
     if cfg.init_from is None:
         return False
     return overwrite or not list_checkpoints(RunDir(cfg.run_dir).checkpoints)
+
+
+def resolve_centroids(
+    cfg: Config, overwrite: bool
+) -> tuple[Config, centroids.FoundCentroids | None]:
+    """Replace `model.state_centroids: auto` by a number.
+
+    A new run takes the number of states of the source model, a resumed run the number in its own
+    config.yaml. A layer whose partner in the source has centroids takes the partner's number.
+
+    Args:
+        cfg: Config of the run.
+        overwrite: Start from scratch, whatever the run directory contains.
+
+    Returns:
+        The config, and the centroids that were found, or None.
+
+    Raises:
+        ConfigError: If the source has no states whose number could be found.
+        SourceError: If the source is no trained synthetic run.
+    """
+    if "auto" not in cfg.model.centroid_counts:
+        return cfg, None
+    if not needs_initial_weights(cfg, overwrite):
+        return cfg.adopt_centroids(load_config(RunDir(cfg.run_dir).config)), None
+    assert cfg.init_from is not None
+    _check_path(cfg)
+    source, source_run = _load_source(cfg.init_from.path)
+    if task_difference := _describe_task_difference(source_run.cfg.task, cfg.task):
+        raise ConfigError(f"model.state_centroids is auto, but {source.path}: {task_difference}")
+    # Centroids of any number show which layers have them.
+    model_section = cfg.model.replace_auto_centroids(1)
+    model = check_section(model_section, cfg.solver, cfg.train.lengths[1])
+    partners = pair_layers(source.config, model.config)
+    new_layers = centroids.find_new_layers(model, source_run.model, partners)
+    if new_layers:
+        found = centroids.find_centroids(source_run, sorted(set(new_layers.values())))
+        return cfg.replace_auto_centroids(found.num_centroids), found
+    if not any(source_run.cfg.model.centroid_counts):
+        raise ConfigError(
+            f"model.state_centroids is auto, but no layer of {source.path} becomes a layer with"
+            " centroids: set it to a number"
+        )
+    return cfg.replace_auto_centroids(max(source_run.cfg.model.centroid_counts)), None
 
 
 class InitialWeights:
@@ -31,6 +77,7 @@ class InitialWeights:
     Args:
         cfg: Config of the run, with an `init_from`.
         model: Model of the run.
+        found_centroids: Centroids of the source if `resolve_centroids` has found them.
 
     Raises:
         ConfigError: If the source is the run itself, or its weights do not match the model.
@@ -38,14 +85,15 @@ class InitialWeights:
         CheckpointError: If the source's checkpoint is damaged.
     """
 
-    def __init__(self, cfg: Config, model: torch.nn.Module):
+    def __init__(
+        self,
+        cfg: Config,
+        model: torch.nn.Module,
+        found_centroids: centroids.FoundCentroids | None = None,
+    ):
         settings = cfg.init_from
         assert settings is not None
-        if Path(settings.path).expanduser().resolve() == Path(cfg.run_dir).resolve():
-            raise ConfigError(
-                f"init_from.path is {settings.path}, which is this run itself: choose another"
-                " `name`"
-            )
+        _check_path(cfg)
         self.model = model
         self.source, source_run = _load_source(settings.path)
         task_difference = _describe_task_difference(source_run.cfg.task, cfg.task)
@@ -53,7 +101,7 @@ class InitialWeights:
             self.source, model, settings.partial, model.config.vocab_size, task_difference
         )
         self.centroids = centroids.compute_centroids(
-            model, self.match.new, self.match.partners, source_run, task_difference
+            model, self.match.partners, source_run, task_difference, found_centroids
         )
 
     def apply(self) -> list[str]:
@@ -64,6 +112,16 @@ class InitialWeights:
     def write(self, run: RunDir) -> None:
         """Write a record of the loaded weights into the run directory."""
         write_json(run.init_from, self.match.record())
+
+
+def _check_path(cfg: Config) -> None:
+    """Raise ConfigError if the run would start from itself."""
+    assert cfg.init_from is not None
+    if Path(cfg.init_from.path).expanduser().resolve() == Path(cfg.run_dir).resolve():
+        raise ConfigError(
+            f"init_from.path is {cfg.init_from.path}, which is this run itself: choose another"
+            " `name`"
+        )
 
 
 def _load_source(path: str) -> tuple[SourceModel, LoadedRun]:

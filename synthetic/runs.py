@@ -45,7 +45,7 @@ def find_differences(cfg: Config) -> list[str]:
     path = RunDir(cfg.run_dir).config
     saved = build_config(load_tree(path), str(path), Config)
     changes: dict[str, str] = {}  # key → description
-    for changes_of_kind in find_config_changes(saved, cfg).values():
+    for changes_of_kind in find_config_changes(saved, cfg.adopt_centroids(saved)).values():
         changes |= changes_of_kind
     changes.pop("train.threads", None)
     if cfg.task.data is None:  # the folder may have been an override of the run
@@ -75,7 +75,8 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
     """
     unfinished = [cfg for cfg in configs if not is_finished(cfg)]
     for cfg in unfinished:
-        check_section(cfg.model, cfg.solver, cfg.train.lengths[1])
+        model = cfg.model.replace_auto_centroids(1)  # the run finds the number
+        check_section(model, cfg.solver, cfg.train.lengths[1])
         check_folder(cfg.run_dir)
     failed = _train_one_by_one(unfinished) if jobs <= 1 else _train_in_processes(unfinished, jobs)
     if failed:

@@ -40,7 +40,7 @@ from synthetic.evaluate import (
     parse_lengths,
     probe_first_sequences,
 )
-from synthetic.init_from import InitialWeights, needs_initial_weights
+from synthetic.init_from import InitialWeights, needs_initial_weights, resolve_centroids
 from synthetic.messages import describe_solvers, describe_task, format_scores
 from synthetic.preflight import check_lengths_and_thresholds
 from synthetic.results import describe_unfinished_curriculum, judge_thresholds
@@ -64,7 +64,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     """
     training = Training(cfg, overwrite)
     run = RunDir(cfg.run_dir)
-    run.claim(cfg, overwrite, say)  # only after the checks: refused configs leave no trace
+    run.claim(training.cfg, overwrite, say)  # only after the checks: refused configs leave no trace
     try:
         training.start(run)
         training.fit()
@@ -106,10 +106,11 @@ class Training(Loop):
         for package, is_used in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if is_used:
                 require(package, f"log.{package}")
+        self.cfg, found_centroids = resolve_centroids(cfg, overwrite)
         self._build_model()
         self.initial_weights: InitialWeights | None = None
         if needs_initial_weights(cfg, overwrite):
-            self.initial_weights = InitialWeights(cfg, self.model)
+            self.initial_weights = InitialWeights(self.cfg, self.model, found_centroids)
         # Progress of the run; a checkpoint contains all of it.
         self.batch_number = 0  # number of the next batch: above the updates after a rollback
         self.solved_at: int | None = None  # the update at which train.stop_at was reached

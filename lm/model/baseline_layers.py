@@ -254,6 +254,10 @@ class LSTM(PlainLayer):
         """Return the vectors (b,2d) of a state that centroids read."""
         return torch.cat([state.h, state.c], -1)
 
+    def with_state_vector(self, state: LSTMState, vector: torch.Tensor) -> LSTMState:
+        """Return a state with other vectors (b,2d)."""
+        return LSTMState(*vector.chunk(2, -1))
+
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, LSTMState | None]:
         zero = u.new_zeros(len(u), u.shape[-1])
         h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.get_state, ("h", "c")))
@@ -372,6 +376,11 @@ class SLSTM(PlainLayer):
     def state_vector(self, state: SLSTMState) -> torch.Tensor:
         """Return the vectors (b,3d) of a state that centroids read."""
         return torch.cat(scale_free_state(*state.cell.unbind(1)), -1)
+
+    def with_state_vector(self, state: SLSTMState, vector: torch.Tensor) -> SLSTMState:
+        """Return a state with other vectors (b,3d)."""
+        y, ratio, log_n = vector.chunk(3, -1)
+        return state._replace(cell=torch.stack([y, ratio, torch.ones_like(y), log_n], 1))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)

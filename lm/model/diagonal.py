@@ -366,6 +366,10 @@ class M2RNN(ConvolvedLayer):
         """Return the vectors (b,h·n·p) of a state that centroids read."""
         return state.h.flatten(1)
 
+    def with_state_vector(self, state: ScanState, vector: torch.Tensor) -> ScanState:
+        """Return a state with other vectors (b,h·n·p)."""
+        return state._replace(h=vector.view_as(state.h))
+
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, ScanState | None]:
         cfg, d = self.config, self.config.d_inner
         bc = cfg.ngroups * cfg.d_state

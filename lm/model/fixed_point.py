@@ -69,6 +69,10 @@ class FixedPointBlock(nn.Module):
         """Return the vectors (b,d) of a state that centroids read."""
         return state.y
 
+    def with_state_vector(self, state: BlockState, vector: torch.Tensor) -> BlockState:
+        """Return a state with other vectors (b,d)."""
+        return state._replace(y=vector)
+
     def forward(
         self,
         u: torch.Tensor,
