@@ -1,10 +1,10 @@
-"""Initial centroids (`model.state_centroids`) of a model that starts from a run without them.
+"""Centroids (`model.state_centroids`), found when the curriculum of a run is over.
 
-A layer with centroids reads a weighted mean of k learned vectors, the centroids, instead of its
-state (`lm.model.layers.Centroids`). Here the centroids and their number k come from the states of
-the source run, and from the source model's own behaviour after them: two sequences have the same
-state if the model continues alike after both (Myhill and Nerode's theorem about automata). No
-correct answer is needed, and an imperfect model's rare mistakes are outvoted.
+A layer with centroids reads a weighted mean of learned vectors, the centroids, instead of its state
+(`lm.model.layers.Centroids`). Here their number k and their initial values come from the states of
+the model and from its own behaviour after them: two sequences have the same state if the model
+continues alike after both (Myhill and Nerode's theorem about automata). No correct answer is
+needed, and an imperfect model's rare mistakes are outvoted.
 
 Shapes: n sequences, m predictions of a signature, p probes, d numbers of a state, k centroids.
 """
@@ -33,25 +33,26 @@ SEQUENCES_PER_BATCH = 512
 # Continuations after which the model's predictions are compared.
 NUM_PROBES = 24
 PROBE_LENGTH = 2
-# Two signatures are near each other if they differ in at most this share of their predictions.
-NEAR = 0.25
-RARE = 0.25  # a signature that is rarer than a near one, by this factor, is its noisy version
+# Signatures are near each other if they differ in at most this share of their predictions. If less
+# than the share RARE of all sequences near a behaviour have a signature, it is a noisy version.
+NEAR = 0.2
+RARE = 1 / 8
 MIN_FREQUENCY = 1 / 16  # frequency of a behaviour relative to the most frequent; rarer: mistakes
 # Initial sharpness β of the weights, for centroids of variance 1: 16 mixes several centroids in A5;
 # 64 and 1,000 are alike.
 SHARPNESS = 64.0
 FAR = 1e4  # every entry of an unused centroid: so far from all states that its weight is exactly 0
-# A behaviour is split if fewer of its states continue alike from their centroid (all measured ones
-# of A5: above 0.9, of parity with a state of several shapes: about 0).
-MIN_ALIKE = 0.5
+# A behaviour is split if fewer of its states continue alike from their centroid. Measured: at least
+# 0.75 for every behaviour of A5, 0 for one of parity, whose states had two shapes.
+MIN_ALIKE = 0.65
 MAX_SPLITS = 4  # rounds in which behaviours are split
-CHECKED_BATCHES = 4  # batches whose states are continued from their centroids
+CHECKED_BATCHES = 8  # batches whose states are continued from their centroids
 
 
 class FoundCentroids(NamedTuple):
-    """Centroids of some layers of a source run, found by its behaviour."""
+    """Centroids of some layers of a model, found by its behaviour."""
 
-    vectors: dict[int, torch.Tensor]  # layer of the source → (k,d)
+    vectors: dict[int, torch.Tensor]  # layer → (k,d)
     description: str
 
     @property
@@ -100,26 +101,26 @@ def initialize_centroids(centroids: Centroids, vectors: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def find_centroids(source: LoadedRun, layers: list[int]) -> FoundCentroids:
+def find_centroids(run: LoadedRun, layers: list[int]) -> FoundCentroids:
     """Find the centroids of a run's layers: mean states of the sequences that continue alike.
 
     If states continue differently from their mean, they have several shapes in spite of their equal
     behaviour. They are then split into shapes, each with its own mean.
 
     Args:
-        source: The run.
+        run: The run.
         layers: Indices of layers that can have centroids.
 
     Raises:
         ConfigError: If no training sequence ends in an answer.
     """
-    ends = _SequenceEnds.read(source, layers)
+    ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
     labels, count = behaviours.labels, len(behaviours.signatures)
     signatures, candidates = behaviours.signatures, []
     for _ in range(1 + MAX_SPLITS):
         vectors = {layer: compute_means(ends.vectors[layer], labels, count) for layer in layers}
-        alike = ends.measure_alike(source, vectors, signatures, labels)
+        alike = ends.measure_alike(run, vectors, signatures, labels)
         total = alike.sum(0)
         candidates.append((float(total[0] / total[1]), vectors))
         share = alike[:, 0] / alike[:, 1].clamp_min(1)
@@ -154,29 +155,34 @@ class Behaviours(NamedTuple):
 def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     """Merge rare signatures (n,m), which contain mistakes of the model, into frequent ones.
 
-    In the order of their frequency, a signature is merged into a near and much more frequent one.
-    All others are behaviours if enough sequences were merged into them. The sequences of the other
-    signatures then join the nearest behaviour, if it is equal in half of the predictions.
+    The most frequent signature is a behaviour, and the near and much rarer signatures are its noisy
+    versions. The most frequent one of the rest is the next behaviour, and so on, until all others
+    together are too rare. All sequences of a behaviour vote on each of its predictions. At last
+    each sequence joins the nearest behaviour, if it is equal in half of the predictions.
     """
     unique, inverse, counts = signatures.unique(dim=0, return_inverse=True, return_counts=True)
-    order = counts.argsort(descending=True, stable=True)
-    centers: list[int] = []  # indices in `unique`
-    masses: list[int] = []  # number of sequences of each center
-    for index in order.tolist():
-        if centers:
-            distance, nearest = _differences(unique[index : index + 1], unique[centers]).min(1)
-            is_rare = counts[index] < RARE * counts[centers[nearest]]
-            if distance <= NEAR and is_rare:
-                masses[nearest] += int(counts[index])
-                continue
-        centers.append(index)
-        masses.append(int(counts[index]))
-    frequent = [
-        center for center, mass in zip(centers, masses) if mass >= MIN_FREQUENCY * max(masses)
-    ]
-    distances, nearest = _differences(unique, unique[frequent]).min(1)
-    nearest[distances > 0.5] = -1
-    return Behaviours(unique[frequent], nearest[inverse], len(unique))
+    remaining = counts.argsort(descending=True, stable=True)  # indices in `unique`
+    centers: list[int] = []
+    frequencies: list[int] = []  # number of sequences of each center and its noisy versions
+    while len(remaining) and counts[remaining].sum() >= MIN_FREQUENCY * max(frequencies, default=0):
+        center = int(remaining[0])
+        is_near = _differences(unique[remaining], unique[center : center + 1])[:, 0] <= NEAR
+        is_rare = counts[remaining] < RARE * counts[remaining[is_near]].sum()
+        is_merged = is_near & is_rare
+        is_merged[0] = True
+        centers.append(center)
+        frequencies.append(int(counts[remaining[is_merged]].sum()))
+        remaining = remaining[~is_merged]
+    behaviours = unique[_select_frequent(torch.tensor(centers), torch.tensor(frequencies))]
+    # The most frequent signature may itself contain mistakes: let all near ones vote.
+    nearest = _differences(unique, behaviours).argmin(1)[inverse]
+    votes = [signatures[nearest == i].mode(0).values for i in range(len(behaviours))]
+    majorities = torch.stack(votes).unique(dim=0)
+    nearest = _differences(unique, majorities).argmin(1)[inverse]
+    majorities = _select_frequent(majorities, nearest.bincount(minlength=len(majorities)))
+    distances, labels = _differences(unique, majorities).min(1)
+    labels[distances > 0.5] = -1
+    return Behaviours(majorities, labels[inverse], len(unique))
 
 
 def compute_means(states: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
@@ -186,9 +192,14 @@ def compute_means(states: torch.Tensor, labels: torch.Tensor, count: int) -> tor
     return (sums / labels.bincount(minlength=count).unsqueeze(1)).to(states)
 
 
+def _select_frequent(rows: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return the rows (k,…) whose frequency (k,) is high enough for a behaviour."""
+    return rows[frequencies >= MIN_FREQUENCY * frequencies.max()]
+
+
 def _differences(signatures, others):
     """Return the share of different predictions of signatures (n,m) and others (k,m), (n,k)."""
-    return (signatures.unsqueeze(1) != others).double().mean(-1)
+    return torch.cdist(signatures.double(), others.double(), p=0) / signatures.shape[1]
 
 
 def _split(
@@ -229,13 +240,13 @@ class _SequenceEnds(NamedTuple):
     signatures: torch.Tensor  # (n,m): the last prediction, then the predictions after each probe
 
     @classmethod
-    def read(cls, source: LoadedRun, layers: list[int]) -> _SequenceEnds:
-        """Run the source's model on training sequences, and on the probes after their ends.
+    def read(cls, run: LoadedRun, layers: list[int]) -> _SequenceEnds:
+        """Run the model on training sequences, and on the probes after their ends.
 
         Raises:
             ConfigError: If no sequence ends in an answer.
         """
-        cfg, task, model = source.cfg, source.task, source.model
+        cfg, task, model = run.cfg, run.task, run.model
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(cfg.seed)
         probes = torch.randint(task.vocab_size, (NUM_PROBES, PROBE_LENGTH), generator=generator)
@@ -269,7 +280,7 @@ class _SequenceEnds(NamedTuple):
 
     def measure_alike(
         self,
-        source: LoadedRun,
+        run: LoadedRun,
         vectors: dict[int, torch.Tensor],
         signatures: torch.Tensor,
         labels: torch.Tensor,
@@ -277,7 +288,7 @@ class _SequenceEnds(NamedTuple):
         """Count the states that continue alike if they are read through centroids.
 
         Args:
-            source: The run.
+            run: The run.
             vectors: Layer → centroids (k,d).
             signatures: Signature of each centroid, (k,m).
             labels: Centroid of each sequence, (n,), or −1.
@@ -292,14 +303,14 @@ class _SequenceEnds(NamedTuple):
             start += len(batch_labels)
             layers: list[Any] = list(state.layers)
             for layer, centroids in vectors.items():
-                block = source.model.backbone.layers[layer].block
+                block = run.model.backbone.layers[layer].block
                 reader = Centroids(*centroids.shape).to(state.stream_indices.device)
                 initialize_centroids(reader, centroids)
                 read = reader(block.state_vector(layers[layer]), None)
                 layers[layer] = block.with_state_vector(layers[layer], read)
             probes = self.probes.to(state.stream_indices.device)
             read_state = state._replace(layers=tuple(layers))
-            continuation = _continue(source.model, read_state, probes).cpu()
+            continuation = _continue(run.model, read_state, probes).cpu()
             is_labeled = batch_labels >= 0
             batch_labels = batch_labels[is_labeled]
             expected = signatures[batch_labels, 1:]

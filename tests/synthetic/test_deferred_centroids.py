@@ -40,7 +40,7 @@ def three_states(monkeypatch):
 
     def find(run, layers):
         vectors = torch.eye(3, run.model.config.d_inner)
-        return centroids.FoundCentroids({layer: vectors for layer in layers}, "3 centroids")
+        return centroids.FoundCentroids(dict.fromkeys(layers, vectors), "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)
     monkeypatch.setattr("synthetic.train.MIN_SCORE", 0.0)
