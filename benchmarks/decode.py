@@ -1,6 +1,6 @@
-"""Time greedy decoding at batch 1 and 32: ours with and without cache, the paper's, Mamba.
+"""Time greedy decoding: ours with and without cache, the paper's procedure, transformers' Mamba.
 
-python -m benchmarks.decode [--shape small --prompt 64 --new 64 --threads 1,2 --json FILE]
+python -m benchmarks.decode [--shape small --batches 1,32 --prompt 64 --new 64 --json FILE]
 
 Random weights. Our rows solve each token's equation exactly; the paper's procedure has tolerance
 0.1. Rows without a cache solve the whole text again for every token, and generate 1/16 of the
@@ -25,7 +25,7 @@ from benchmarks.harness import (
 )
 
 # Names of rows.
-CACHED, UNCACHED = "ours", "ours, without cache"
+CACHED, UNCACHED = "ours, cached", "ours, without cache"
 PAPER, MAMBA = "paper's procedure", "transformers' Mamba"
 
 

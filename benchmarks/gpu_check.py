@@ -4,10 +4,10 @@ python -m benchmarks.gpu_check [--out DIR] [--parts train,tests] [--device cpu -
 
 The parts run in the order of their importance: a real training run of the 160M configuration under
 DeepSpeed, the same run resumed, the Mamba baseline with our scan and with mamba-ssm, an export,
-generation, lm-eval, kernel tests at the width of that model, and timings. Every part is a process
-with its own time limit. A part that fails or hangs does not stop the next one. DIR/summary.json is
-written after every part, so an interrupted check keeps its results. DIR/check.log has all output.
-The exit status is 1 if a part failed and 2 if there is no GPU.
+generation, lm-eval, kernel tests at the width of that model, and timings of training and decoding.
+Every part is a process with its own time limit. A part that fails or hangs does not stop the next
+one. DIR/summary.json is written after every part, so an interrupted check keeps its results.
+DIR/check.log has all output. The exit status is 1 if a part failed and 2 if there is no GPU.
 
 The machine needs torch, triton, transformers, pytest and the packages that `fprnn train` imports.
 --card DIR names a folder with files that the machine lacks: the wheels in DIR/whl are installed for
@@ -52,9 +52,10 @@ TIME_LIMITS_S = {
     "mamba_ssm": 35,
     "export": 25,
     "generate": 40,
-    "eval": 45,
-    "tests": 70,
+    "eval": 35,
+    "tests": 60,
     "timings": 60,
+    "decode": 20,
 }
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
 FPMAMBA_CONFIG = "configs/lm/fpmamba_160m_fineweb2b.yaml"
@@ -383,6 +384,25 @@ def make_timing_part(out: Path, device: str, quick: bool) -> Part:
     return Part("timings", python_command(*command), make_judge(read_timing_figures, path))
 
 
+def read_decode_figures(path: Path, lines: list[str]) -> dict[str, str]:
+    """Return the tokens per second that benchmarks.decode measured, by batch and model."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rates = {f"{r['batch']} × {r['name']}": r["batch"] / r["seconds_per_token"] for r in rows}
+    return {name: f"{rate:,.0f} tokens/s" for name, rate in rates.items()}
+
+
+def make_decode_part(out: Path, device: str, quick: bool) -> Part:
+    """Return the timings of benchmarks.decode for four layers at the width of the model."""
+    path = out / "decode.json"
+    sizes = "--shape 160m --rank 1 --layers 4 --vocab 8192 --batches 1,32,256 --prompt 16 --new 32"
+    if quick:
+        sizes = "--layers 1 --d-model 16 --batches 1,2 --prompt 2 --new 2"
+    options = ["--repeats", 2, "--rows", "ours, cached|transformers", "--json", path]
+    command = python_command("-m", "benchmarks.decode", "--device", device, *sizes.split())
+    command += map(str, options)
+    return Part("decode", command, make_judge(read_decode_figures, path))
+
+
 def make_parts(
     out: Path, runs: Path, device: str, quick: bool, card: Path | None = None
 ) -> list[Part]:
@@ -393,6 +413,7 @@ def make_parts(
         *make_training_parts(runs, quick, card),
         *make_model_parts(out, runs, quick),
         *(part._replace(env=part.env | kernel_env) for part in kernel_parts),
+        make_decode_part(out, device, quick),
     ]
 
 

@@ -23,6 +23,7 @@ EPILOG = """examples:
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
   fprnn synthetic eval runs/synthetic/s3 eval.lengths=2:512
   fprnn synthetic inspect runs/synthetic/s3 213 231 321
+  fprnn synthetic inspect runs/synthetic/s3 runs/synthetic/a5 --errors --out runs/errors
   fprnn synthetic report fig3c --run
   fprnn synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
@@ -76,12 +77,43 @@ def _inspect(args: argparse.Namespace) -> int:
     from lm.runs import path_checks
 
     path_checks.check_run(args.run)  # before the slow imports
+    if args.errors:
+        return _inspect_errors(args)
 
     from lm.evaluation.inspection.show import choose_page, show
     from synthetic.inspection import inspect_run
 
     out = choose_page(args.run, args.out)
     show(inspect_run(args.run, args.tokens, args.length, args.seed, args.trust), out)
+    return 0
+
+
+def _inspect_errors(args: argparse.Namespace) -> int:
+    from lm.runs import path_checks
+
+    runs = [args.run, *args.tokens]
+    for run_dir in runs:
+        path_checks.check_run(run_dir)
+
+    from lm.common.console import say
+    from lm.common.files import check_replaceable_with_record, writing
+    from synthetic.error_control import MAX_LENGTH, measure_error_control
+    from synthetic.error_figure import COLUMNS, FILES, draw_error_control
+    from synthetic.results import build_table
+
+    folder = Path(args.out or "runs/errors")
+    record, figure = (folder / name for name in FILES)
+    check_replaceable_with_record(record, ",".join(COLUMNS), figure)
+    length = args.length or MAX_LENGTH
+    drawing = draw_error_control(
+        [measure_error_control(run_dir, length, args.seed, args.trust) for run_dir in runs]
+    )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        drawing.table.to_csv(record, index=False)
+        drawing.figure.savefig(figure, dpi=140)
+    say(build_table(drawing.summary, "Error control: accuracies at T, horizons"))
+    say("\n".join([*drawing.notes, *(f"wrote    {path}" for path in (record, figure))]))
     return 0
 
 
@@ -231,23 +263,36 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         " page: the state that it decodes at each token next to the correct one, ℓ* (iterations"
         " that the paper's solver needs), states, gates and decays. TOKEN is the name of an input"
         " token (213 231 for S3). Without TOKEN, --length draws a test sequence. See"
-        " docs/inspect.md.",
+        " docs/inspect.md. With --errors, measure instead whether one or several runs correct"
+        " errors of their recurrent states, and write a table and a figure. The task must label"
+        " every token with a state (word_problem; parity or automaton with task.supervision:"
+        " every), and no layer may be attention.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
-    command.add_argument("tokens", nargs="*", metavar="TOKEN", help="the input, token by token")
+    command.add_argument(
+        "tokens",
+        nargs="*",
+        metavar="TOKEN",
+        help="the input, token by token; with --errors: further run directories",
+    )
+    command.add_argument(
+        "--errors", action="store_true", help="measure the error control of all RUNs"
+    )
     command.add_argument(
         "--length",
         type=Integer(1, MAX_LENGTH),
         metavar="N",
-        help="draw a test sequence of this length, at least 1",
+        help="draw a test sequence of this length, at least 1; with --errors: the longest measured"
+        " length (default: 1024)",
     )
     command.add_argument(
-        "--seed", type=SEED, default=0, help="seed of the drawn sequence (default: 0)"
+        "--seed", type=SEED, default=0, help="seed of the drawn sequences (default: 0)"
     )
     command.add_argument(
         "--out",
-        metavar="HTML",
-        help="the page (default: RUN/inspect.html); replaces only a page that this command wrote",
+        metavar="PATH",
+        help="the page (default: RUN/inspect.html), with --errors the folder (default:"
+        " runs/errors); replaces only files that this command wrote",
     )
     add_trust(command)
     # `parse` adds the words that follow an option to the list `tokens`.

@@ -426,19 +426,25 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 def choose_styles(runs: list[FinishedRun]) -> dict[str, dict]:
     """Choose a line style for each model: PALETTE colours, or a colour ramp over ℓmax."""
     models = list(dict.fromkeys(run.model for run in runs))
-    colors: list[Any] = [PALETTE[i % len(PALETTE)] for i in range(len(models))]
+    colors: Sequence[Any] = PALETTE
     if all("train.max_iters" in run.point for run in runs):
         ramp = matplotlib.colormaps["viridis"]
         colors = [ramp(0.88 * i / max(1, len(models) - 1)) for i in range(len(models))]
+    return make_styles(models, colors)
+
+
+def make_styles(labels: Sequence[str], colors: Sequence[Any] = PALETTE) -> dict[str, dict]:
+    """Make a line style for each label; colours repeat with another dash pattern."""
+    colors = [colors[i % len(colors)] for i in range(len(labels))]
     return {
-        model: {
+        label: {
             "color": color,
             "marker": MARKERS[i % len(MARKERS)],
             "ms": 4,
             "lw": 1.5,
             "ls": "-." if color in colors[:i] else "-",  # distinguishes repeated colours
         }
-        for i, (model, color) in enumerate(zip(models, colors))
+        for i, (label, color) in enumerate(zip(labels, colors))
     }
 
 

@@ -23,10 +23,11 @@ REASON_BYTES = 300
 
 
 @functools.cache
-def compile_library(d, channels, warps, crews, sources=SOURCES):
+def compile_library(d, channels, warps, crews, reflections, sources=SOURCES):
     """Compile the emulated kernels of a partition."""
     folders = sources, SOURCES.parent / "cpu", EMULATION
     macros = {"D_INNER": d, "CHANNELS": channels, "WARPS": warps, "CREWS": crews}
+    macros["REFLECTIONS"] = reflections
     options = [*FLAGS, *(f"-I{folder}" for folder in folders)]
     options += [f"-DFPRNN_{name}={value}" for name, value in macros.items()]
     texts = [path.read_bytes() for folder in folders for path in sorted(folder.glob("*.[hc]*"))]
@@ -52,10 +53,11 @@ class EmulatedKernels:
 
     def __init__(self, partition: Partition, seed: int = 0, sources: Path = SOURCES) -> None:
         self.partition, self.seed = partition, seed
-        self.library = compile_library(*partition[:4], sources)
-        sizes = (ctypes.c_int * 4)()
+        self.library = compile_library(*partition[:4], partition.reflections, sources)
+        sizes = (ctypes.c_int * 5)()
         self.library.get_sizes(sizes)
-        self.mail_words, self.forward_bytes, self.backward_bytes, self.items = sizes
+        self.mail_words, *shared_bytes, self.items, self.record_size = sizes
+        self.shared_bytes = max(shared_bytes)
         self.alarm_tensor = torch.zeros(1, dtype=torch.uint8)
         assert self.library.cell_bytes() == PACKED.size
 

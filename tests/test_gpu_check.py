@@ -31,7 +31,7 @@ def run_check(out, *args):
 
 @pytest.mark.slow  # a minute: eight processes that import everything
 def test_quick_run_on_cpu(tmp_path):
-    names = "plan,train,resume,mamba,export,generate,eval"
+    names = "plan,train,resume,mamba,export,generate,eval,decode"
     result = run_check(tmp_path, "--device", "cpu", "--quick", "--parts", names)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -43,6 +43,7 @@ def test_quick_run_on_cpu(tmp_path):
         assert figures[name]["tokens_per_s"] > 0 and figures[name]["first_update_s"] > 0
     assert figures["resume"]["update"] == str(gpu_check.UPDATES) and figures["generate"]["text"]
     assert 0 <= figures["eval"]["catbabi_mini acc"] <= 1
+    assert figures["decode"]["2 × ours, cached"].endswith(" tokens/s")
     steps = [json.loads(x)["step"] for x in (tmp_path / "fp.jsonl").read_text().splitlines()]
     assert max(steps) == gpu_check.RESUMED_UPDATES and (tmp_path / "mamba.jsonl").exists()
 

@@ -143,6 +143,7 @@ def cell_deviation(
     length: int = 3,
     d: int = 19,
     n: int = 3,
+    r: int = 1,
     norm_scale: float = 1.0,
     allowed: float = 1e-3,
 ) -> float:
@@ -150,25 +151,27 @@ def cell_deviation(
 
     Args:
         cell: Function with the arguments of `lm.kernels.cpu.cpu_cell.cell`. It solves an FP-Mamba-1
-            layer with one reflection.
+            layer with reflections in sequence.
         dtype: Dtype of the tensors.
         b: Sequences.
         length: Tokens per sequence.
         d: Channels.
         n: States.
+        r: Reflections.
         norm_scale: Factor on the norm's weight. Large problems need a small factor, so that the
             iteration converges and rounding errors do not grow from token to token.
         allowed: See `deviation`.
     """
-    layout = Layout(vectors=0, gates=d, B=d + 1, C=d + 1 + n)
-    mixer: dict[str, Any] = dict(rank=1, scale=1.0, act="silu", sequential=True, eps=1e-6)
+    B = r * d + r  # the first column of B
+    layout = Layout(vectors=0, gates=r * d, B=B, C=B + n)
+    mixer: dict[str, Any] = dict(rank=r, scale=1.0, act="silu", sequential=True, eps=1e-6)
     norms: dict[str, Any] = dict(bc_norm=True, norm="layer", norm_eps=1e-5)
     options = Options(**mixer, **norms, contractive=None, groups=1)
 
     def wave(*shape):
         return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)
 
-    columns = d + 1 + 2 * n
+    columns = B + 2 * n
     tensors = {
         "raw": wave(b, length, columns),
         "weight_y": wave(columns, d) / (2 * math.sqrt(d)),
@@ -191,24 +194,31 @@ def cell_deviation(
     return gradient_deviation(ours, _iterate_tokens, [*tensors.values()], loss, allowed)
 
 
+def _reflect(u, a, v):
+    """Apply the reflections I − a_i u_i u_iᵀ one after the other; u (b,r,d), a (b,r), v (b,d)."""
+    for u_i, a_i in zip(u.unbind(1), a.unbind(1)):
+        v = v - (a_i * (u_i * v).sum(-1)).unsqueeze(-1) * u_i
+    return v
+
+
 def _iterate_tokens(raw, weight_y, x, dt, A, gate, D, weight, bias):
     """Solve the problem of `cell_deviation` by iterating each token's equation."""
     (b, length, d), n = x.shape, A.shape[1]
+    r = (raw.shape[-1] - 2 * n) // (d + 1)
     y, h, outputs = x.new_zeros(b, d), x.new_zeros(b, d, n), []
     normalize, layer_norm = torch.nn.functional.normalize, torch.nn.functional.layer_norm
     for t in range(length):
-        vector, a, B, C = (raw[:, t] + y @ weight_y.t()).split([d, 1, n, n], -1)
-        u = normalize(torch.nn.functional.silu(vector), dim=-1)
+        vectors, gates, B, C = (raw[:, t] + y @ weight_y.t()).split([r * d, r, n, n], -1)
+        u = normalize(torch.nn.functional.silu(vectors.view(b, r, d)), dim=-1)
         B, C = normalize(B, dim=-1), normalize(C, dim=-1)
         h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h
         history = (h * C.unsqueeze(1)).sum(-1)
         gamma = dt[:, t] * (B * C).sum(-1, keepdim=True) + D
         for _ in range(40):  # enough to converge
-            moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
-            mixed = x[:, t] + moved * u
+            mixed = _reflect(u, torch.sigmoid(gates), x[:, t] - y) + y
             y = layer_norm(gate[:, t] * (history + gamma * mixed), (d,), weight, bias, 1e-5)
-        moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
-        h = h + (dt[:, t] * (x[:, t] + moved * u)).unsqueeze(-1) * B.unsqueeze(1)
+        mixed = _reflect(u, torch.sigmoid(gates), x[:, t] - y) + y
+        h = h + (dt[:, t] * mixed).unsqueeze(-1) * B.unsqueeze(1)
         outputs.append(y)
     return (torch.stack(outputs, 1),)
 

@@ -7,6 +7,7 @@ explained in lm/kernels.
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cell import Norm, TokenEquation
-from .fixed_point import BlockFlops, FixedPointBlock
+from .fixed_point import BlockFlops, FixedPointBlock, choose_weight_like
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
 from .mixer_base import ReflectionOptions
 from .mixers import nrm
@@ -132,8 +133,8 @@ class FPMamba(FixedPointBlock):
         keep = None if seqs.starts is None else 1 - seqs.starts.to(dtype)
         dt = None if self.config.dt_h_dep else self._compute_dt(delta, seqs)
         # 3. Join all projections that may read sh(y): mixer, B, C, step size.
-        others = self._make_projections(x, bc_x, delta, seqs)
         wide_x = x.to(dtype).contiguous()
+        others = self._make_projections(choose_weight_like(x, wide_x, solver), bc_x, delta, seqs)
         projections, mixer = self._join_projections(x, wide_x, seqs, solver, *others)
         recurrence = MambaConstants(dt, A, keep)
         return SolveInputs(wide_x, z, projections, mixer, seqs, recurrence, conv_tail)
@@ -143,21 +144,29 @@ class FPMamba(FixedPointBlock):
         x = seqs.zero_padding(x)
         return self._convolve(x, seqs, getattr(self, "conv1d", None)), self._make_conv_tail(x, seqs)
 
-    def _make_projections(self, x, bc_x, delta, seqs):
-        """Return the Projections to B, to C, and to the step size if it reads sh(y)."""
+    def _make_projections(self, like, bc_x, delta, seqs):
+        """Return the Projections to B, to C, and to the step size if it reads sh(y).
+
+        like: As for `affine_map`.
+        """
         cfg = self.config
+
+        def get_map(name):
+            make_map = functools.partial(affine_map, getattr(self, name), like)
+            return cached(seqs.cache, (name, like.dtype), make_map)
+
         B, C = bc_x.chunk(2, dim=-1)
         projections = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
         y_names = [name for name, reads_y in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads_y]
         if y_names:  # one layer, bc_y_proj, maps sh(y) to all of them
-            weight_y, bias = cached(seqs.cache, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
+            weight_y, bias = get_map("bc_y_proj")
             from_x = bc_x if len(y_names) == 2 else projections[y_names[0]].from_x
             from_x = from_x if bias is None else from_x + bias
             x_parts, y_parts = from_x.chunk(len(y_names), -1), weight_y.chunk(len(y_names))
             for name, x_part, y_part in zip(y_names, x_parts, y_parts):
                 projections[name] = Projection(name, x_part, y_part)
         if cfg.dt_h_dep:
-            weight_y, bias = cached(seqs.cache, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
+            weight_y, bias = get_map("dt_y_proj")
             from_x = delta if bias is None else delta + bias
             projections["delta"] = Projection("delta", from_x, weight_y)
         return projections.values()

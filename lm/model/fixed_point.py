@@ -50,6 +50,21 @@ class TokenTrace(NamedTuple):
     decay: torch.Tensor  # (b,l) mean over the state of the factor on h_{t−1}
 
 
+def choose_weight_like(x: torch.Tensor, wide_x: torch.Tensor, solver: Solver) -> torch.Tensor:
+    """Return the tensor whose dtype the weights of a solve have.
+
+    Weights in the dtype of matrix products save a copy of them, but under autocast only kernels
+    with NARROW read them in this dtype.
+
+    Args:
+        x: Input in the dtype of matrix products, (b,l,d).
+        wide_x: The same in fp32 or wider.
+        solver: Solver that will read the weights.
+    """
+    is_narrow = solver.kernel is not None and solver.kernel.NARROW
+    return x if is_narrow or not torch.is_autocast_enabled(x.device.type) else wide_x
+
+
 class FixedPointBlock(nn.Module):
     """A layer whose output y is the fixed point of a recurrence that reads y.
 
@@ -265,7 +280,9 @@ class FixedPointBlock(nn.Module):
         if cache is None:
             from_y = self.z_y_proj(y_before)
         else:
-            matrix = cache.get_or_make("z_y_proj", lambda: affine_map(self.z_y_proj, y_before))
+            matrix = cache.get_or_make(
+                ("z_y_proj", y_before.dtype), lambda: affine_map(self.z_y_proj, y_before)
+            )
             from_y = F.linear(y_before, *matrix)
         return inputs.z + from_y
 
@@ -301,22 +318,26 @@ class FixedPointBlock(nn.Module):
             Projections and the MixerWeights.
         """
         cfg, d, kernel = self.config, mixer_input.shape[-1], solver.kernel
+        like = choose_weight_like(mixer_input, x, solver)
 
         def compute_weights():
-            weights = self.mixer.weights(mixer_input)
+            weights = self.mixer.weights(like)
             if kernel is None:
                 return weights
             return self.mixer.merge_extra(weights)  # kernels do not read MixerWeights.extra
 
-        weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
+        weights = cached(seqs.cache, ("mixer", kernel is None, like.dtype), compute_weights)
         # The mixer's map reads [x, sh(y)], or x + sh(y) with symm_mixer.
-        weight_y = None
-        if cfg.mixer_h_dep:
-            weight_y = weights.matrix if cfg.symm_mixer else weights.matrix[:, d:]
-        from_x = padded_linear(mixer_input, weights.matrix[:, :d], weights.bias)
+        matrix_x, weight_y = weights.matrix, None
+        if cfg.mixer_h_dep and cfg.symm_mixer:
+            weight_y = matrix_x
+        elif cfg.mixer_h_dep:
+            matrix_x, weight_y = weights.matrix.split(d, dim=1)
+        from_x = padded_linear(mixer_input, matrix_x, weights.bias)
         # A kernel with NARROW reads the projections in the dtype of matrix products.
         dtype = from_x.dtype if kernel is not None and kernel.NARROW else x.dtype
-        mixer = Projection("mixer", from_x, weight_y)
+        padding = from_x.shape[-1] - len(weights.matrix)
+        mixer = Projection("mixer", from_x, weight_y, padding)
         projections = join_projections([mixer, *others], d, dtype, seqs.cache)
         projections = projections._replace(centroids=self.centroids)
         return projections.add_noise(self.scale_noise(seqs.noise)), weights

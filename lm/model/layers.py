@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .scan import causal_conv, try_kernel
@@ -48,6 +49,31 @@ class _ComputedWeight(torch.Tensor):
         self.layer.weight = value
 
 
+class _WeightNorm(torch.autograd.Function):
+    """W = gain · direction / ‖direction‖ per row, with a gradient that reads each matrix twice.
+
+    Autograd through the formula reads and writes four times as many bytes (benchmarks/traffic.py).
+    """
+
+    @staticmethod
+    def forward(ctx, direction, gain, dtype):
+        """Return W (out,in) in `dtype`, for direction (out,in) and gain (out,1)."""
+        norm = torch.linalg.vector_norm(direction, dim=1, keepdim=True)
+        norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        ctx.save_for_backward(direction, gain, norm)
+        return torch.mul(direction / norm, gain, out=torch.empty_like(direction, dtype=dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        direction, gain, norm = ctx.saved_tensors
+        scale = gain / norm
+        grad_gain = (grad * direction).sum(1, keepdim=True) / norm
+        grad_direction = grad * scale
+        grad_direction.addcmul_(direction, grad_gain * scale / norm, value=-1)
+        return grad_direction, grad_gain, None
+
+
 class WNLinear(NonDynamicallyQuantizableLinear):
     """Linear layer with weight normalisation per output row: W = gain · direction / ‖direction‖.
 
@@ -65,10 +91,15 @@ class WNLinear(NonDynamicallyQuantizableLinear):
         self.gain = nn.Parameter(torch.empty(out_features, 1))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def matrix(self) -> torch.Tensor:
-        """Return W, (out,in)."""
-        norm = torch.linalg.vector_norm(self.direction, dim=1, keepdim=True)
-        return self.gain * (self.direction / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+    def matrix(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return W, (out,in).
+
+        Args:
+            dtype: Dtype of W for fp32 parameters, which autocast would cast; None: fp32.
+        """
+        is_cast = dtype is not None and self.direction.dtype == torch.float32
+        matrix_dtype = dtype if is_cast else self.direction.dtype
+        return _WeightNorm.apply(self.direction, self.gain, matrix_dtype)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -87,7 +118,7 @@ class WNLinear(NonDynamicallyQuantizableLinear):
         super().__setattr__(name, value.data if name == "weight" else value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.matrix(), self.bias)
+        return F.linear(x, self.matrix(product_dtype(self.direction)), self.bias)
 
 
 # Factor on the unit vectors with which `affine_map` measures a layer: W · PROBE_SCALE + bias must
@@ -116,13 +147,19 @@ def is_on_cpu(x: torch.Tensor) -> bool:
 def padded_linear(
     x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply F.linear. On a GPU, pad the matrix to a multiple of 8 rows, which tensor cores need."""
-    rows = len(matrix)
-    missing = -rows % 8
-    if is_on_cpu(x) or not missing:
+    """Apply F.linear. On a GPU, pad the matrix to a multiple of 8 rows, which tensor cores need.
+
+    Returns:
+        The product (b,l,m). On a GPU its last columns may be padding.
+    """
+    if is_on_cpu(x):
         return F.linear(x, matrix, bias)
-    padded = F.pad(matrix, (0, 0, 0, missing))
-    return F.linear(x, padded, None if bias is None else F.pad(bias, (0, missing)))[..., :rows]
+    missing = -len(matrix) % 8
+    if missing:
+        matrix = F.pad(matrix, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
+    # With two dimensions, one launch computes the product and adds the bias.
+    return F.linear(x.flatten(0, 1), matrix, bias).unflatten(0, x.shape[:2])
 
 
 def is_hooked(layer: nn.Module) -> bool:
@@ -141,10 +178,11 @@ def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
     Args:
         linear: nn.Linear, WNLinear, or a layer that replaces one.
-        like: A tensor with the dtype and device of the computation.
+        like: A tensor with the dtype and device of the computation. The matrix of a WNLinear with
+            fp32 parameters has this dtype.
     """
     if type(linear) in (nn.Linear, WNLinear) and not is_hooked(linear):
-        matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
+        matrix = linear.matrix(like.dtype) if isinstance(linear, WNLinear) else linear.weight
         return matrix, linear.bias
     eye = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
     outputs = linear(F.pad(PROBE_SCALE * eye, (0, 0, 0, 1)))  # of the unit vectors and of zero
@@ -196,7 +234,7 @@ class StepSize(nn.Linear):
 
     def forward(self, delta: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(delta.dtype, torch.float32)
-        return F.linear(delta, self.weight.to(delta.dtype)).to(dtype) + self.bias.to(dtype)
+        return F.linear(delta, self.weight.to(delta.dtype)) + self.bias.to(dtype)
 
 
 class ShortConv(nn.Conv1d):
@@ -314,6 +352,7 @@ class Projection(NamedTuple):
     name: str
     from_x: torch.Tensor  # (b,l,m) contribution of x, including the bias
     weight_y: torch.Tensor | None  # (m,d) matrix that multiplies sh(y); None if sh(y) is not read
+    padding: int = 0  # number of further columns of from_x that are not part of the projection
 
 
 class Projections(NamedTuple):
@@ -386,18 +425,24 @@ def join_projections(
         cache: A state.WeightCache for the joined matrix, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.weight_y is None)
-    weights = [projection.weight_y for projection in ordered if projection.weight_y is not None]
+    weights = []
+    for _, _, weight_y, padding in ordered:
+        if weight_y is not None:
+            weights += [weight_y, weight_y.new_zeros(padding, width)] if padding else [weight_y]
     missing = -sum(map(len, weights)) % 8
     if missing and not is_on_cpu(weights[0]):  # tensor cores are only fast with multiples of 8
         zeros_x = ordered[0].from_x.new_zeros(*ordered[0].from_x.shape[:-1], missing)
         zeros_y = weights[0].new_zeros(missing, width)
-        ordered.insert(len(weights), Projection("padding", zeros_x, zeros_y))
+        y_count = sum(projection.weight_y is not None for projection in ordered)
+        ordered.insert(y_count, Projection("padding", zeros_x, zeros_y))
         weights.append(zeros_y)
     raw = torch.cat([projection.from_x.to(dtype) for projection in ordered], -1)
     columns, start = {}, 0
-    for projection in ordered:
-        end = start + projection.from_x.shape[-1]
-        columns[projection.name] = slice(start, end)
+    for name, from_x, _, padding in ordered:
+        end = start + from_x.shape[-1]
+        columns[name] = slice(start, end - padding)
+        if padding:
+            columns[f"padding of {name}"] = slice(end - padding, end)
         start = end
     if not weights:
         return Projections(raw, columns, raw.new_zeros(0, width))

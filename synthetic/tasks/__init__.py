@@ -55,6 +55,7 @@ class Task:
         headline: Metric that decides whether the task is solved (1.0 is perfect).
         streams: True if batches continue each other and evaluation reads one epoch in order; such
             a task defines `segments`.
+        answers_are_states: True if the answer at every token is the state that it leads to.
     """
 
     name: str = "this task"
@@ -65,6 +66,7 @@ class Task:
     min_length: int = 1
     length_step: int = 1
     streams: bool = False
+    answers_are_states: bool = False
 
     def __init__(self, section: Any = None):
         """Ignore the `task` section; subclasses read their options from it."""

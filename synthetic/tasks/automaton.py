@@ -32,6 +32,7 @@ class Automaton(FormalLanguage):
 
     def __init__(self, section: config.Task):
         super().__init__(section)
+        self.answers_are_states = self.labels_every_token
         table = section.automaton.table
         self.table = _check_table(DEFAULT_TABLE if table is None else table)
         self.symbols, state_count = self.table.shape

@@ -136,6 +136,10 @@ class Parity(FormalLanguage):
     characters = "01"
     chance = 1 / 2
 
+    def __init__(self, section: config.Task):
+        super().__init__(section)
+        self.answers_are_states = self.labels_every_token
+
     def answers(self, ids: np.ndarray) -> np.ndarray:
         return ids.cumsum(1) % 2
 

@@ -22,6 +22,8 @@ class WordProblem(Task):
     State in State-Space Models", arXiv 2404.08819.
     """
 
+    answers_are_states = True
+
     def __init__(self, section: config.Task):
         try:
             self.group = get_group(section.group)

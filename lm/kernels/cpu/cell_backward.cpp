@@ -23,9 +23,9 @@ void backprop_token(const Cell &cell, int64_t sequence, int64_t t, int64_t i, co
         backprop_inflow<T>(cell, token, mu, work);
     compute_v<T>(cell, token_index, token, work.v, mean, inverse);
     compute_sums<T, R>(cell, token_index, token, mean, inverse, work, grads);
-    solve_adjoint<R>(cell, cell.outcome[token_index] & FAILED, grads);
+    solve_adjoint<R>(cell.rank, cell.outcome[token_index] & FAILED, grads);
     backprop_y<T, R>(cell, token_index, sequence, token, inverse, work, grads, sums, d_bc.data());
-    backprop_map<T, R>(cell, token, grads);
+    backprop_map<R>(cell.rank, cell.sequential, cell.kappa, cell.scale, token, token.distance, grads);
     backprop_vectors<T, R>(cell, token_index, row, token, grads, work);
     for (int64_t j = 0; j < cell.rank; ++j) d_row[cell.gates + j] = T(grads.d_gate[j]);
     const T keep_t = cell.keep ? input<T>(cell.keep)[token_index] : T(1);

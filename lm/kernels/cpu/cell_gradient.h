@@ -59,16 +59,10 @@ template <class T> struct BackwardWork {
     }
 };
 
-// Small vectors and matrices of one token.
-struct TokenGradient {
+// Small vectors of one token.
+struct TokenGradient : MapGradient {
     double mean_lambda, mean_lambda_normed;       // mean of wλ (0 unless the norm centres), mean of wλ v̂
     double mean_u[MAX_REFLECTIONS], mean_u_normed[MAX_REFLECTIONS];  // the same for w u_i
-    double phi_slope[MAX_REFLECTIONS][MAX_REFLECTIONS];            // φ′
-    double d_root[MAX_REFLECTIONS], eta[MAX_REFLECTIONS];    // ḡ, η
-    double d_mix_weights[MAX_REFLECTIONS];  // gradient of T (s − U x)
-    double d_Ux[MAX_REFLECTIONS];           // gradient of U x
-    double d_gate[MAX_REFLECTIONS];
-    double d_gram[MAX_REFLECTIONS][MAX_REFLECTIONS];           // symmetric
 };
 
 // Recompute the tokens of a chunk from the saved roots: vectors, x̃, and states after their decay.
@@ -186,34 +180,8 @@ void compute_sums(const Cell &cell, int64_t token_index, const Token<T> &token, 
             z_u[l][i] *= inverse;
         }
     }
-    for (int j = 0; j < r; ++j) {
-        grads.d_root[j] = 0;
-        for (int i = 0; i < r; ++i) grads.phi_slope[i][j] = 0;
-        for (int l = j; l < r; ++l) {
-            grads.d_root[j] += token.map[l][j] * z[l];
-            for (int i = 0; i < r; ++i) grads.phi_slope[i][j] += z_u[l][i] * token.map[l][j];
-        }
-    }
-}
-
-// Compute η = (I − φ′)⁻ᵀ ḡ, shortened to MAX_GAIN ‖ḡ‖, because it is unbounded near a fold. If the
-// search for the root failed, η is ḡ.
-template <int R> void solve_adjoint(const Cell &cell, bool has_failed, TokenGradient &grads) {
-    const int r = rank_of<R>(cell.rank);
-    double M[MAX_REFLECTIONS][MAX_REFLECTIONS], square_g = 0, square_eta = 0;
-    for (int i = 0; i < r; ++i) {
-        grads.eta[i] = grads.d_root[i];
-        square_g += grads.d_root[i] * grads.d_root[i];
-        for (int j = 0; j < r; ++j) M[i][j] = (i == j) - grads.phi_slope[j][i];
-    }
-    if (has_failed) return;
-    eliminate<R>(M, grads.eta, r);
-    for (int i = 0; i < r; ++i) square_eta += grads.eta[i] * grads.eta[i];
-    const bool is_finite = square_eta <= std::numeric_limits<double>::max();
-    if (is_finite && square_eta <= MAX_GAIN * MAX_GAIN * square_g) return;
-    // A singular matrix gives no direction: use the direction of ḡ.
-    const double factor = is_finite ? MAX_GAIN * std::sqrt(square_g / square_eta) : MAX_GAIN;
-    for (int i = 0; i < r; ++i) grads.eta[i] = factor * (is_finite ? grads.eta[i] : grads.d_root[i]);
+    backprop_root<R>(r, token, z, grads.d_root);
+    compute_phi_slope<R>(r, token, z_u, grads.phi_slope);
 }
 
 // Given η, compute the gradients of the norm, the gate, D, past, x̃, B·C of each group (d_bc),
@@ -265,39 +233,6 @@ void backprop_y(const Cell &cell, int64_t token_index, int64_t sequence, const T
     });
     end_group();
     for (int i = 0; i < r; ++i) grads.d_mix_weights[i] = sum_lanes<T>(d_mix_weights[i]);
-}
-
-// Backpropagate from T (s − U x) to U x, the gates and all u_i·u_j.
-template <class T, int R> void backprop_map(const Cell &cell, const Token<T> &token, TokenGradient &grads) {
-    const int r = rank_of<R>(cell.rank);
-    double d_unscaled_map[MAX_REFLECTIONS][MAX_REFLECTIONS], d_shrink = 0, sum = 0;
-    for (int j = 0; j < r; ++j) {
-        grads.d_Ux[j] = grads.d_gate[j] = 0;
-        sum += token.gate[j];
-        for (int l = j; l < r; ++l) {
-            const double d_map = grads.d_mix_weights[l] * (token.root[j] - token.Ux[j]);
-            grads.d_Ux[j] -= token.map[l][j] * grads.d_mix_weights[l];
-            d_shrink += d_map * token.unscaled_map[l][j];
-            d_unscaled_map[l][j] = d_map * token.shrink;
-        }
-        for (int l = 0; l < r; ++l) grads.d_gram[j][l] = 0;
-    }
-    for (int i = r - 1; i >= 0; --i)
-        for (int j = 0; j <= i; ++j) {
-            double entry = i == j;
-            for (int l = j; l < i && cell.sequential; ++l) {
-                entry -= token.gram[i][l] * token.unscaled_map[l][j];
-                grads.d_gram[i][l] -= d_unscaled_map[i][j] * token.gate[i] * token.unscaled_map[l][j];
-                d_unscaled_map[l][j] -= d_unscaled_map[i][j] * token.gate[i] * token.gram[i][l];
-            }
-            grads.d_gate[i] += d_unscaled_map[i][j] * entry;
-        }
-    const bool is_shrunk = cell.kappa > 0 && sum > cell.kappa;
-    for (int i = 0; i < r; ++i) {
-        if (is_shrunk) grads.d_gate[i] -= d_shrink * token.shrink / sum;
-        grads.d_gate[i] *= token.gate[i] * (1 - token.gate[i] / cell.scale);  // through the sigmoid
-        for (int l = 0; l < i; ++l) grads.d_gram[l][i] = grads.d_gram[i][l];
-    }
 }
 
 // Return act'(v).

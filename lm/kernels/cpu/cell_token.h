@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "cell_map.h"
 #include "cell_product.h"
 #include "cell_root.h"
 #include "vector.h"
@@ -124,20 +125,16 @@ template <class T> class Arena {
 };
 
 // Vectors and maps of a token, and the solution of its equation.
-template <class T> struct Token {
+template <class T> struct Token : ReflectionMap {
     T *u, *mixed, *past;                    // (r,d): unit vectors u_i; (d): x̃; (d): H C
     T *dt, *decay;                          // (d); decay only for MAMBA2 and RNN, factor keep
     T *B, *C;                               // (groups·n), normalised
     T *bc, *B_length, *C_length;            // (groups): B·C, and lengths before normalisation
     double length[MAX_REFLECTIONS];         // lengths of the vectors before nrm
-    double gate[MAX_REFLECTIONS];           // a
-    double gram[MAX_REFLECTIONS][MAX_REFLECTIONS];          // u_i·u_j for j < i
-    double unscaled_map[MAX_REFLECTIONS][MAX_REFLECTIONS];  // T before the factor `shrink`
-    double map[MAX_REFLECTIONS][MAX_REFLECTIONS];           // T, in I − Q = Uᵀ T U
-    double shrink;                          // κ / max(κ, Σ a)
     double Ux[MAX_REFLECTIONS];             // U x
-    double mix_weights[MAX_REFLECTIONS];    // T (s − U x)
     double root[MAX_REFLECTIONS];           // s
+    double distance[MAX_REFLECTIONS];       // s − U x
+    double mix_weights[MAX_REFLECTIONS];    // T (s − U x)
 
     static int64_t size(const Cell &cell) {
         const auto round_up = Arena<T>::round_up;
@@ -195,23 +192,10 @@ void compute_unit_vectors(const Cell &cell, const T *row, const T *x, Token<T> &
     }
 }
 
-// Compute T from the gates a: diag(a) for reflections that are added (dplr); for reflections in sequence
-// (householder) T = diag(a) (I − G T) with G the entries u_i·u_j below the diagonal.
-template <class T, int R> void compute_reflection_map(const Cell &cell, const T *row, Token<T> &token) {
-    const int r = rank_of<R>(cell.rank);
-    double sum = 0;
-    for (int i = 0; i < r; ++i) {
-        token.gate[i] = cell.scale * sigmoid<T>(row[cell.gates + i]);
-        sum += token.gate[i];
-    }
-    token.shrink = cell.kappa > 0 && sum > cell.kappa ? cell.kappa / sum : 1;
-    for (int i = 0; i < r; ++i)
-        for (int j = 0; j < r; ++j) {
-            double entry = i == j;
-            for (int l = j; l < i && cell.sequential; ++l) entry -= token.gram[i][l] * token.unscaled_map[l][j];
-            token.unscaled_map[i][j] = j > i ? 0 : token.gate[i] * entry;
-            token.map[i][j] = token.shrink * token.unscaled_map[i][j];
-        }
+// Compute the gates a, and T from them.
+template <class T, int R> void compute_gates_and_map(const Cell &cell, const T *row, Token<T> &token) {
+    for (int i = 0; i < rank_of<R>(cell.rank); ++i) token.gate[i] = cell.scale * sigmoid<T>(row[cell.gates + i]);
+    compute_reflection_map<R>(cell.rank, cell.sequential, cell.kappa, token);
 }
 
 // Normalise the n entries of each group (or copy them without bc_norm), and compute their lengths.
@@ -234,7 +218,7 @@ void prepare_token(const Cell &cell, int64_t token_index, const T *row, Token<T>
     const int64_t d = cell.channels;
     const T *x = input<T>(cell.x) + token_index * d;
     compute_unit_vectors<T, R>(cell, row, x, token);
-    compute_reflection_map<T, R>(cell, row, token);
+    compute_gates_and_map<T, R>(cell, row, token);
     const T keep_t = cell.keep ? input<T>(cell.keep)[token_index] : T(1);
     if (cell.kind == MAMBA2) {
         const int64_t head_width = d / cell.heads;
@@ -314,8 +298,9 @@ template <class T, int R> void compute_mixed(const Cell &cell, int64_t token_ind
     const int r = rank_of<R>(cell.rank);
     const int64_t d = cell.channels;
     for (int i = 0; i < r; ++i) {
+        token.distance[i] = token.root[i] - token.Ux[i];
         token.mix_weights[i] = 0;
-        for (int j = 0; j <= i; ++j) token.mix_weights[i] += token.map[i][j] * (token.root[j] - token.Ux[j]);
+        for (int j = 0; j <= i; ++j) token.mix_weights[i] += token.map[i][j] * token.distance[j];
     }
     for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
         Vec<T> mixed = load<T>(input<T>(cell.x) + token_index * d + c, lanes);

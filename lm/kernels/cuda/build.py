@@ -18,27 +18,26 @@ import torch
 
 from lm.kernels import Unsupported
 from lm.kernels.cpu.build import compute_checksum, open_cache_folder
-from lm.kernels.cuda.interface import PACKED, SMALL_ROWS, STATES, TEAM_SEQUENCES, Partition
+from lm.kernels.cuda.interface import PACKED, STATES, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
 SOURCE = "kernels.cu"
-HEADERS = ("fabric.h", "team.h", "cell_forward.h", "cell_backward.h", "standard.h")
-# The search for the root of a token's equation is the same source as on the CPU.
-CPU_HEADERS = ("cell_root.h", "cell_pair.h", "cell_equation.h")
+HEADERS = ("fabric.h", "team.h", "token_equation.h", "cell_forward.h", "cell_backward.h")
+# The algebra of a token's reflections and the search for its root are shared with the CPU kernels.
+CPU_HEADERS = ("cell_map.h", "cell_root.h", "cell_pair.h", "cell_equation.h")
 STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by standard.h
 # Functions without an annotation, such as those of CPU_HEADERS, are compiled for the GPU.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
 # Of a block. Two crews halve the launches of large batches, but a thread has only 128 registers and
-# spills up to 1,472 bytes; on a GPU this was not timed.
+# spills up to 1,748 bytes; on a GPU this was not timed.
 MAX_CREWS = 2
 MAX_CHANNELS = 48  # of a block: with more, the state does not fit into the registers
 # Time in which blocks exchange words, in units of the work on one channel of eight sequences. It is
 # an estimate: 2.5 µs on an H100, where 48 channels are estimated at 2 µs.
 EXCHANGE_WORK = 60
-MIN_BLOCKS = 3  # of a group: a block multiplies at most 16 of the 33 small rows (team.h)
-# Shared memory of a crew (CrewMemory in team.h): a constant part, and a part per channel.
-CREW_BYTES, CREW_BYTES_PER_CHANNEL = 5_980, 356
+MAX_REFLECTIONS = 4  # with five, W_y of d_inner 1,536 fits into the shared memory of no known GPU
+MIN_BLOCKS = 3  # of a group: a block multiplies at most 16 of the small rows (team.h)
 
 
 def compile_cubin(
@@ -82,7 +81,7 @@ def compile_cubin(
 
 def _read_sources():
     """Return {file name: text} of the source and all headers."""
-    texts = {name: (HERE / name).read_bytes() for name in (SOURCE, *HEADERS)}
+    texts = {name: (HERE / name).read_bytes() for name in (SOURCE, *HEADERS, "standard.h")}
     texts |= {name: (HERE.parent / "cpu" / name).read_bytes() for name in CPU_HEADERS}
     return texts | dict.fromkeys(STANDARD_HEADERS, b'#include "standard.h"\n')
 
@@ -94,6 +93,7 @@ def _options(partition, capability):
         "CHANNELS": partition.channels,
         "WARPS": partition.warps,
         "CREWS": partition.crews,
+        "REFLECTIONS": partition.reflections,
     }
     defines = (f"-DFPRNN_{name}={value}" for name, value in macros.items())
     return [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *FLAGS, *defines]
@@ -130,28 +130,47 @@ def _load_cubin(partition, capability):
     return cubin
 
 
-def estimate_shared_bytes(d: int, channels: int, crews: int) -> int:
-    """Return an upper bound of the shared memory of a block, in bytes."""
-    # As FORWARD_WEIGHT_BYTES, BACKWARD_WEIGHT_BYTES and REST_BYTES in team.h.
-    small_rows_per_block = math.ceil(SMALL_ROWS / (d // channels))
-    stride = d + 8
-    entries = channels * stride + max(small_rows_per_block * stride, SMALL_ROWS * channels)
-    crew_bytes = CREW_BYTES + CREW_BYTES_PER_CHANNEL * channels
-    return 2 * entries + 16 + crews * crew_bytes + channels * STATES * 4
+def count_shared_bytes(d: int, channels: int, crews: int, reflections: int) -> int:
+    """Return the shared memory of a block in bytes, as team.h computes it."""
+    r, pairs, small_rows = reflections, math.comb(reflections + 1, 2), reflections + 2 * STATES
+    forward = (r * channels + math.ceil(small_rows / (d // channels))) * (d + 8)
+    backward = channels * (r * d + 8 + small_rows)
+    # Words of three sums each (FORWARD_SUM_WORDS, BACKWARD_SUM_WORDS and LATE_SUM_WORDS).
+    sums = (2 + 6 * r + 3 * pairs, 3 + 2 * r + STATES, 1 + STATES)
+    forward_words, backward_words, late_words = (math.ceil(count / 3) for count in sums)
+    floats = {  # of a sequence, by the fields of CrewMemory
+        "parts": WARPS * (r * channels + 5),
+        "small": small_rows + 2,
+        "unit_sums": channels // 8 * 3 * max(forward_words, backward_words),
+        "totals": 2 * 3 * max(forward_words, backward_words + late_words),
+        "record": 5 + 9 * r + r * r + pairs,
+        "scalars": 2 + 5 * r + pairs,
+        "vector": r * channels // 2,
+    }
+    crew = _round_up(4 * TEAM_SEQUENCES * sum(floats.values()) + 4, 8)  # 4: has_timed_out
+    weight = _round_up(2 * max(forward, backward), 16)
+    return weight + crews * crew + 4 * channels * STATES
 
 
-def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) -> Partition | None:
+def _round_up(size, unit):
+    return math.ceil(size / unit) * unit
+
+
+def choose_partition(
+    d: int, b: int, multiprocessors: int, shared_bytes: int, reflections: int = 1
+) -> Partition | None:
     """Choose a partition.
 
     The number of channels of a block does not depend on b, so that the results of a sequence do
     not depend on the batch. It maximizes the sequences of a launch per time of a token, which is
-    estimated as EXCHANGE_WORK + channels · crews.
+    estimated as EXCHANGE_WORK + channels · reflections · crews.
 
     Args:
         d: Channels.
         b: Sequences.
         multiprocessors: Multiprocessors of the GPU. Each can hold one block.
         shared_bytes: Largest shared memory of a block.
+        reflections: Reflections of the layer.
 
     Returns:
         The partition, or None if W_y does not fit into the shared memory of the GPU.
@@ -159,16 +178,18 @@ def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) ->
     speeds = {}
     channel_counts = range(16, min(MAX_CHANNELS, d // MIN_BLOCKS) + 1, 16)
     for channels, crews in itertools.product(channel_counts, range(1, MAX_CREWS + 1)):
-        fits = estimate_shared_bytes(d, channels, crews) <= shared_bytes
+        fits = count_shared_bytes(d, channels, crews, reflections) <= shared_bytes
         max_groups = 0 if d % channels else multiprocessors // (d // channels)
         if fits and max_groups:
-            speeds[channels, crews] = max_groups * crews / (EXCHANGE_WORK + channels * crews)
+            work = EXCHANGE_WORK + channels * reflections * crews
+            speeds[channels, crews] = max_groups * crews / work
     if not speeds:
         return None
     channels, max_crews = max(speeds, key=lambda pair: speeds[pair])
     max_groups = multiprocessors // (d // channels)
     crews = 1 if b <= max_groups * TEAM_SEQUENCES else max_crews
-    return Partition(d, channels, WARPS, crews, min(max_groups, math.ceil(b / crews)))
+    groups = min(max_groups, math.ceil(b / crews))
+    return Partition(d, channels, WARPS, crews, groups, reflections)
 
 
 class GpuKernels:
@@ -180,7 +201,7 @@ class GpuKernels:
         self.partition, self.driver, self.device = partition, driver, device
         capability = torch.cuda.get_device_capability(device)
         module = _check(driver.cuModuleLoadData(_load_cubin(partition, capability)), driver)
-        self.mail_words, *shared, self.items = self._read_sizes(module)
+        self.mail_words, *shared, self.items, self.record_size = self._read_sizes(module)
         self.shared_bytes = dict(zip((False, True), shared))  # by `is_backward`, as `functions`
         self.threads = partition.crews * partition.warps * 32
         self.functions = {}
@@ -193,7 +214,7 @@ class GpuKernels:
     def _read_sizes(self, module):
         """Return the numbers that `sizes_kernel` of kernels.cu writes."""
         function = _check(self.driver.cuModuleGetFunction(module, b"sizes_kernel"), self.driver)
-        sizes = torch.zeros(4, dtype=torch.int32, device=self.device)
+        sizes = torch.zeros(5, dtype=torch.int32, device=self.device)
         parameter = (ctypes.c_void_p * 1)(sizes.data_ptr())
         stream = torch.cuda.current_stream(self.device).cuda_stream
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
@@ -249,12 +270,13 @@ def _load(partition, device):
         return GpuKernels(partition, device)
 
 
-def load_kernels(d: int, b: int, device: torch.device) -> GpuKernels:
+def load_kernels(d: int, b: int, reflections: int, device: torch.device) -> GpuKernels:
     """Return the kernels for a layer, compiled if necessary.
 
     Args:
         d: Channels.
         b: Sequences.
+        reflections: Reflections of the layer.
         device: The GPU.
 
     Raises:
@@ -263,9 +285,11 @@ def load_kernels(d: int, b: int, device: torch.device) -> GpuKernels:
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported("a CUDA graph is being recorded")
     properties = torch.cuda.get_device_properties(device)
-    partition = choose_partition(
-        d, max(1, b), properties.multi_processor_count, properties.shared_memory_per_block_optin
-    )
+    gpu = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    partition = choose_partition(d, max(1, b), *gpu, reflections)
     if partition is None:
-        raise Unsupported(f"W_y of d_inner {d} does not fit into the shared memory of this GPU")
+        raise Unsupported(
+            f"W_y of d_inner {d} and {reflections} reflections does not fit into the shared memory"
+            " of this GPU"
+        )
     return _load(partition, device)

@@ -1,21 +1,15 @@
-// Forward pass of the exact solve, all tokens in one launch: FP-Mamba-1 with one reflection.
+// Forward pass of the exact solve, all tokens in one launch: FP-Mamba-1 with up to four reflections.
 //
 // lm/kernels/cell_arguments.py has the equations, team.h says how blocks work together. A token:
 //
 //   1. The state decays.
-//   2. y of the previous token arrives (mail.vectors). The rows of W_y for the gate, B and C are the
+//   2. y of the previous token arrives (mail.vectors). The rows of W_y for the gates, B and C are the
 //      small rows, because they are few; each block has a share of them. The block first multiplies
 //      y with its small rows and sends the products, then multiplies y with the rows of its channels.
 //   3. The products of the small rows of all blocks arrive (mail.small_rows), added to raw.
-//   4. Eleven sums over channels are exchanged (mail.sums).
+//   4. Sums over channels are exchanged (mail.sums), eleven for one reflection.
 //   5. Every block solves the equation of every sequence of its team. All get the same bits.
 //   6. y of the token is sent, and the token is added to the state.
-//
-// The equation and the norm need only these eleven sums: with v the vector of the reflection after
-// its activation, the output before the norm is f + θ m with f = g (past + γ x) and m = g γ v. past is
-// the part of the output from the states of earlier tokens, γ = Δ B·C + D, and g is the output gate.
-// θ = τ (s − u·x), where s is the root of the equation, u = v / LENGTH, τ = a / LENGTH and LENGTH is
-// max(‖v‖, eps).
 //
 // Each kind of mail has one buffer, because no block overwrites a word that another one has not read.
 // A block overwrites y_{t−1} by y_t only after it has all sums of token t, and a block that has sent
@@ -24,69 +18,18 @@
 
 #pragma once
 
-#include "team.h"
+#include "token_equation.h"
 
-// The eleven sums over channels of one sequence, in the order of the words that carry them. The names
-// list the factors of the terms: V is v, X is x, F is f, M is m, W is the norm's weight, B its bias.
-enum ForwardSum { VV, VX, F, M, FF, FM, MM, WVF, WVM, WV, VB };
-
-// Solve the equation of a sequence and write its record, without B·C and the lengths of B and C, which
-// normalize_B_and_C has written. Return the outcome.
-DEVICE int solve_sequence(const Cell &cell, const double *sum, float gate_entry, float *record) {
-    const double d = D_INNER, length = at_least(sqrt(float(sum[VV])), cell.eps);
-    double a = cell.scale / (1 + exp(-double(gate_entry)));
-    if (cell.kappa > 0 && a > cell.kappa) a = cell.kappa;
-    const double u_x = sum[VX] / length, tau = a / length, k = tau * u_x;  // x̃ = x − k v + τ s v
-    const double mean_f = cell.layer_norm ? sum[F] / d : 0, mean_m = cell.layer_norm ? sum[M] / d : 0;
-    const double ff = sum[FF] / d - mean_f * mean_f, fm = sum[FM] / d - mean_f * mean_m;
-    const double mm = sum[MM] / d - mean_m * mean_m;
-    Equation e;
-    e.alpha[0] = (sum[WVF] - mean_f * sum[WV] - k * (sum[WVM] - mean_m * sum[WV])) / length;
-    e.beta[0][0] = tau / length * (sum[WVM] - mean_m * sum[WV]);
-    e.delta[0] = sum[VB] / length;
-    e.gamma0 = ff - 2 * k * fm + k * k * mm + cell.norm_eps;
-    e.gamma1[0] = tau * (fm - k * mm);
-    e.gamma2[0][0] = tau * tau * mm;
-    e.floor = cell.norm_eps;
-    e.rounding = 0x1p-23;
-    double root;
-    int outcome = solve<1>(e, 1, &root);
-    const double s = float(root);  // rounded as in the CPU kernel, which saves it
-    const double theta = tau * (s - u_x), variance = ff + theta * (2 * fm + theta * mm);
-    const double mean = mean_f + theta * mean_m;
-    const double inverse = 1 / sqrt((variance < 0 ? 0 : variance) + cell.norm_eps);
-    const double wv_n = (sum[WVF] + theta * sum[WVM] - mean * sum[WV]) * inverse;
-    const double n_m = (sum[FM] + theta * sum[MM] - mean * sum[M]) * inverse;
-    record[THETA] = theta;
-    record[MEAN] = mean;
-    record[INVERSE] = inverse;
-    record[LENGTH] = length;
-    record[U_X] = u_x;
-    record[U_Y] = (wv_n + sum[VB]) / length;
-    record[DISTANCE] = s - u_x;
-    record[MEAN_U] = cell.layer_norm ? sum[WV] / length / d : 0;
-    record[ALONG_U] = wv_n / length / d;
-    record[SUM_M] = sum[M] / length;  // θ grows with s by a / LENGTH; SLOPE lacks the factor a
-    record[SUM_NM] = n_m / length;
-    const double slope = sum[WVM] / (length * length) - double(record[MEAN_U]) * record[SUM_M] -
-                         double(record[ALONG_U]) * record[SUM_NM];
-    record[SLOPE] = slope * inverse;
-    // The gain of the gradient is 1 / |1 − φ′|. If it is NaN, it counts as limited.
-    const double phi_slope = a * record[SLOPE];
-    const bool has_exact_gain = fabs(1 - phi_slope) * MAX_GAIN >= 1;
-    if (!(outcome & FAILED) && !has_exact_gain) outcome |= GRAD_LIMITED;
-    return outcome;
-}
-
-// Return the column of raw (the row of W_y) that small row i computes: the gate's, one of B or one of C.
+// Return the column of raw (the row of W_y) that small row i computes: a gate's, one of B or one of C.
 DEVICE int small_column(const Cell &cell, int i) {
-    return i == 0 ? cell.gates : i <= STATES ? cell.B + i - 1 : cell.C + i - 1 - STATES;
+    const int state = i - REFLECTIONS;
+    return i < REFLECTIONS ? cell.gates + i : state < STATES ? cell.B + state : cell.C + state - STATES;
 }
 
 // Normalize B and C of sequence s in place, and write BC and the lengths into its record. All lanes of
 // one warp call this together.
 DEVICE void normalize_B_and_C(const Cell &cell, Member &me, int s) {
-    float *entry_place = me.memory->small[s] + 1 + me.lane;  // the first 16 lanes have B, the others C
+    float *entry_place = me.memory->small[s] + REFLECTIONS + me.lane;  // the first 16 lanes have B, the others C
     const float entry = *entry_place;
     float squares = entry * entry;
     for (int mask = 1; mask < STATES; mask *= 2) squares += shuffle_xor(squares, mask);
@@ -99,22 +42,28 @@ DEVICE void normalize_B_and_C(const Cell &cell, Member &me, int s) {
     if (me.lane % STATES == 0) me.memory->record[s][me.lane ? C_LENGTH : B_LENGTH] = length;
 }
 
+// Return the index in (b,l,K) of channel c of a token's i-th vector.
+DEVICE uint32_t vector_entry(const Cell &cell, uint32_t token, int i, int c) {
+    return token * uint32_t(cell.columns) + cell.vectors + i * D_INNER + c;
+}
+
 // Values of a lane, for each item of its warp (an item is a unit of eight channels: see team.h).
 struct ForwardItems {
-    float h[ITEMS][4];                   // the lane's four states
-    float f[ITEMS], m[ITEMS], v[ITEMS];  // of the current token
+    float h[ITEMS][4];  // the lane's four states
+    float f[ITEMS], m[ITEMS][REFLECTIONS], v[ITEMS][REFLECTIONS];  // of the current token
 };
 
 // Copy the rows of W_y for the channels of this block and its small rows into shared memory. The last
 // block's small rows are filled up with zeros.
 DEVICE void load_weight_rows(const Cell &cell, const Member &me) {
-    for (int i = thread_in_block(); i < (CHANNELS + SMALL_ROWS_PER_BLOCK) * D_INNER; i += CREWS * CREW_THREADS) {
-        const int row = i / D_INNER, c = i % D_INNER;
-        const int small_row = me.block * SMALL_ROWS_PER_BLOCK + row - CHANNELS;
-        const bool is_padding = row >= CHANNELS && small_row >= SMALL_ROWS;
-        const int64_t column = row < CHANNELS ? cell.vectors + me.block * CHANNELS + row
-                                              : is_padding ? 0 : small_column(cell, small_row);
-        me.weight[row * WEIGHT_STRIDE + c] = is_padding ? uint16_t(0) : cell.weight[column * D_INNER + c];
+    for (int i = thread_in_block(); i < FORWARD_ROWS * D_INNER; i += CREWS * CREW_THREADS) {
+        const int row = i / D_INNER, c = i % D_INNER, vector = row / CHANNELS;
+        const int small_row = me.block * SMALL_ROWS_PER_BLOCK + row - REFLECTIONS * CHANNELS;
+        const bool is_padding = vector >= REFLECTIONS && small_row >= SMALL_ROWS;
+        const int64_t column = vector < REFLECTIONS
+                                   ? cell.vectors + vector * D_INNER + me.block * CHANNELS + row % CHANNELS
+                                   : is_padding ? 0 : small_column(cell, small_row);
+        me.weight[row * row_stride(Y_ENTRIES) + c] = is_padding ? uint16_t(0) : cell.weight[column * D_INNER + c];
     }
 }
 
@@ -138,7 +87,7 @@ DEVICE void begin_token(const Cell &cell, const Member &me, int t, ForwardItems 
         const uint32_t token = me.token_index(cell, s, t);
         const float keep = cell.keep ? cell.keep[token] : 1, dt = cell.dt[token * D_INNER + c];
         prefetch(cell.x + token * D_INNER + c);
-        prefetch(cell.raw + token * uint32_t(cell.columns) + cell.vectors + c);
+        for (int i = 0; i < REFLECTIONS; ++i) prefetch(cell.raw + vector_entry(cell, token, i, c));
         if (cell.gate) prefetch(cell.gate + token * D_INNER + c);
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * me.quarter;
         for (int j = 0; j < 4; ++j) items.h[item][j] *= keep * exp2_of(dt * rates[j]);
@@ -189,29 +138,44 @@ DEVICE void compute_forward_sums(const Cell &cell, const Member &me, int t, Forw
         if (s >= me.sequences) break;
         const uint32_t token = me.token_index(cell, s, t);
         const float keep = cell.keep ? cell.keep[token] : 1;
-        const float *C = me.memory->small[s] + 1 + STATES + 4 * q;
-        const float product = sum_quarters(me.sum_parts(me.local_channel_of(item), s, q, 4));  // a quarter of the warps
-        const float raw = from_bf16(cell.raw[token * uint32_t(cell.columns) + cell.vectors + c]);
-        const float entry = round_to_bf16(raw + keep * product);
-        if (cell.rows && q == 0) cell.rows[token * uint32_t(cell.columns) + cell.vectors + c] = to_bf16(entry);
-        const float v = items.v[item] = activate(entry, cell.act);
+        const float *C = me.memory->small[s] + REFLECTIONS + STATES + 4 * q;
+        float (&v)[REFLECTIONS] = items.v[item], (&m)[REFLECTIONS] = items.m[item];
+        for (int i = 0; i < REFLECTIONS; ++i) {
+            const int row = i * CHANNELS + me.local_channel_of(item);
+            const float product = sum_quarters(me.sum_parts(row, s, q, 4));  // a quarter of the warps
+            const float raw = from_bf16(cell.raw[vector_entry(cell, token, i, c)]);
+            const float entry = round_to_bf16(raw + keep * product);
+            if (cell.rows && q == 0) cell.rows[vector_entry(cell, token, i, c)] = to_bf16(entry);
+            v[i] = activate(entry, cell.act);
+        }
         const float x = cell.x[token * D_INNER + c], dt = cell.dt[token * D_INNER + c];
         float past = 0;
         for (int j = 0; j < 4; ++j) past += items.h[item][j] * C[j];
         past = sum_quarters(past);
         const float gamma = dt * me.memory->record[s][BC] + (cell.D ? cell.D[c] : 0);
         const float gate = cell.gate ? cell.gate[token * D_INNER + c] : 1;
-        const float f = items.f[item] = gate * (past + gamma * x), m = items.m[item] = gate * gamma * v;
-        const float wv = (cell.norm_weight ? cell.norm_weight[c] : 1) * v, bias = cell.norm_bias ? cell.norm_bias[c] : 0;
-        // Each of the four lanes of a channel has three of the sums, in the order of ForwardSum.
-        float term[3];
-        term[0] = q == 0 ? v * v : q == 1 ? m : q == 2 ? m * m : wv;
-        term[1] = q == 0 ? v * x : q == 1 ? f * f : q == 2 ? wv * f : v * bias;
-        term[2] = q == 0 ? f : q == 1 ? f * m : q == 2 ? wv * m : 0;
-        for (int k = 0; k < 3; ++k) {
-            const float sum = sum_channels(term[k]);
-            if (me.channel == 0) me.memory->unit_sums[me.unit_of(item)][3 * q + k] = sum;
+        const float f = items.f[item] = gate * (past + gamma * x), weight = cell.norm_weight ? cell.norm_weight[c] : 1;
+        const float bias = cell.norm_bias ? cell.norm_bias[c] : 0;
+        float term[FORWARD_SUMS];
+        term[F] = f;
+        term[FF] = f * f;
+        for (int i = 0; i < REFLECTIONS; ++i) {
+            const float wv = weight * v[i];
+            m[i] = gate * gamma * v[i];
+            term[VX + i] = v[i] * x;
+            term[M + i] = m[i];
+            term[FM + i] = f * m[i];
+            term[WVF + i] = wv * f;
+            term[WV + i] = wv;
+            term[VB + i] = v[i] * bias;
+            for (int j = 0; j <= i; ++j) {
+                const int pair = pair_index(i, j);
+                term[VV + pair] = v[i] * v[j];
+                term[MM + pair] = m[i] * m[j];
+                term[WVM + pair] = wv * m[j];
+            }
         }
+        sum_terms(term, q, me.channel, me.memory->unit_sums[me.unit_of(item)]);
     }
 }
 
@@ -220,7 +184,7 @@ DEVICE void solve_token(const Cell &cell, Member &me, int t) {
     const int s = me.find_solver_sequence();
     if (s >= me.sequences) return;
     float *record = me.memory->record[s];
-    const int outcome = solve_sequence(cell, me.memory->totals[s], me.memory->small[s][0], record);
+    const int outcome = solve_sequence(cell, me.memory->totals[s], me.memory->small[s], record);
     if (me.block) return;  // all blocks have the same results: block 0 stores them
     const uint32_t token = me.token_index(cell, s, t);
     cell.outcome[token] = uint8_t(outcome);
@@ -235,7 +199,8 @@ DEVICE void compute_y(const Cell &cell, const Member &me, int t, const ForwardIt
         const int s = me.sequence_of(item), c = me.channel_of(item);
         if (s >= me.sequences) break;
         const float *record = me.memory->record[s];
-        const float normed = (items.f[item] + record[THETA] * items.m[item] - record[MEAN]) * record[INVERSE];
+        const float output = add_reflections(items.f[item], record + THETA, items.m[item]);
+        const float normed = (output - record[MEAN]) * record[INVERSE];
         const float y = normed * (cell.norm_weight ? cell.norm_weight[c] : 1) + (cell.norm_bias ? cell.norm_bias[c] : 0);
         if (me.quarter) continue;
         me.memory->vector[s][me.local_channel_of(item)] = to_bf16(y);
@@ -249,9 +214,10 @@ DEVICE void add_token(const Cell &cell, const Member &me, int t, ForwardItems &i
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item);
         if (s >= me.sequences) break;
-        const float *B = me.memory->small[s] + 1 + 4 * me.quarter;
+        const float *B = me.memory->small[s] + REFLECTIONS + 4 * me.quarter;
         const uint32_t entry = me.token_index(cell, s, t) * D_INNER + me.channel_of(item);
-        const float inflow = cell.dt[entry] * (cell.x[entry] + me.memory->record[s][THETA] * items.v[item]);
+        const float *theta = me.memory->record[s] + THETA;
+        const float inflow = cell.dt[entry] * add_reflections(cell.x[entry], theta, items.v[item]);
         for (int j = 0; j < 4; ++j) items.h[item][j] += inflow * B[j];
     }
 }
@@ -301,40 +267,41 @@ DEVICE void run_forward(const Cell &cell) {
         me.memory->vector[s][c] = has_y0 ? to_bf16(cell.y0[entry]) : uint16_t(0);
     }
     me.sync();
-    me.send_vector(1);
+    me.send_vector<Y_ENTRIES>(1);
     for (int t = 0; t < cell.length; ++t) {
         const uint32_t step = t + 1;
         if (cell.checkpoints && t % int(cell.chunk) == 0) store_checkpoint(cell, me, t, items);
         begin_token(cell, me, t, items);
-        Word words[SOURCES][VECTOR_WORDS];
+        Word words[SOURCES][count_vector_words(Y_ENTRIES)];
         me.receive_vectors(step, words);
         // The small rows follow the rows of the channels in shared memory; their products begin at 0.
-        me.multiply_rows(words, CHANNELS, SMALL_ROWS_PER_BLOCK, 0);
+        me.multiply_rows<Y_ENTRIES>(words, REFLECTIONS * CHANNELS, SMALL_ROWS_PER_BLOCK, 0);
         me.sync();
         send_small_rows(cell, me, t, step);
         me.sync();
 #pragma unroll
-        for (int row = 0; row < CHANNELS; row += MMA_ROWS) me.multiply_rows(words, row, MMA_ROWS, row);
+        for (int row = 0; row < REFLECTIONS * CHANNELS; row += MMA_ROWS)
+            me.multiply_rows<Y_ENTRIES>(words, row, MMA_ROWS, row);
         receive_small_rows(me, step);
         me.sync();
         for (int s = me.warp; s < me.sequences; s += WARPS) {
             normalize_B_and_C(cell, me, s);
             if (cell.units && me.block == 0) {  // B and C as unit vectors, for the backward pass
                 const uint32_t token = me.token_index(cell, s, t);
-                cell.units[token * 2 * STATES + me.lane] = me.memory->small[s][1 + me.lane];
+                cell.units[token * 2 * STATES + me.lane] = me.memory->small[s][REFLECTIONS + me.lane];
             }
         }
         me.sync();
         compute_forward_sums(cell, me, t, items);
         me.sync();
         me.send_sums<FORWARD_SUM_WORDS>(me.mail.sums, step);
-        me.receive_sums<FORWARD_SUM_WORDS>(me.mail.sums, step, me.memory->totals);
+        me.receive_sums<FORWARD_SUM_WORDS>(me.mail.sums, step, 0);
         me.sync();
         solve_token(cell, me, t);
         if (me.has_any_timed_out()) return abandon_forward(cell, me, t);
         compute_y(cell, me, t, items);
         me.sync();
-        me.send_vector(step + 1);
+        me.send_vector<Y_ENTRIES>(step + 1);
         add_token(cell, me, t, items);
     }
     store_state(me, items.h, cell.state);

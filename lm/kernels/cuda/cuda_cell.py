@@ -1,10 +1,10 @@
 """The `cell` kernels for NVIDIA GPUs as persistent kernels: one launch per layer and direction.
 
 lm/kernels/cell_arguments.py has the equations and the arguments; team.h and cell_forward.h describe
-how blocks work together. Each token has a row, raw_t + W_y y_{t−1}, which holds its vector, gate, B
-and C; raw is the part of the row that does not depend on y. W_y stays in the shared memory of the
+how blocks work together. Each token has a row, raw_t + W_y y_{t−1}, which holds its vectors, gates,
+B and C; raw is the part of the row that does not depend on y. W_y stays in the shared memory of the
 GPU, and blocks exchange the values of a token without barriers. The kernels solve FP-Mamba-1 with
-one reflection, bf16 weights and rows, and 16 states; Triton solves the other layers.
+up to four reflections, bf16 weights and rows, and 16 states; Triton solves the other layers.
 
 The kernels were never run on a GPU: the tests emulate them on the CPU (tests/emulated_cell.py).
 Therefore they are used only if FPRNN_KERNELS is `cuda`.
@@ -37,13 +37,12 @@ from lm.kernels.cell_arguments import (
     expected_shapes,
 )
 from lm.kernels.checks import cell_deviation, find_fault, find_gpu_fault, needs_grad
-from lm.kernels.cuda.build import MIN_BLOCKS, load_kernels
+from lm.kernels.cuda.build import MAX_REFLECTIONS, MIN_BLOCKS, load_kernels
 from lm.kernels.cuda.interface import (
     INTEGERS,
     NUMBERS,
     PACKED,
     POINTERS,
-    RECORD_SIZE,
     STATES,
     TEAM_SEQUENCES,
     WORD_BYTES,
@@ -77,7 +76,7 @@ def usable() -> tuple[bool, str]:
     return not fault, fault
 
 
-def _self_check(d=192, b=2):
+def _self_check(d=192, b=2, r=1):
     """Return the `deviation` of a problem that is longer than a chunk."""
     return cell_deviation(
         _narrow_cell,
@@ -86,6 +85,7 @@ def _self_check(d=192, b=2):
         length=CHUNK + 2,
         d=d,
         n=STATES,
+        r=r,
         norm_scale=0.1,
         allowed=ALLOWED_DEVIATION,
     )
@@ -111,10 +111,9 @@ class Problem(NamedTuple):
 def _refuse_unsupported(arguments, sizes):
     """Raise Unsupported if the kernels have no code for this layer."""
     layout, options = arguments.layout, arguments.options
-    parts = {"vectors": sizes.d, "gates": 1, "B": sizes.n, "C": sizes.n}
     refusals = {
         f"{sizes.kind} layers": sizes.kind != "mamba1",
-        f"{options.rank} reflections": options.rank != 1,
+        f"{options.rank} reflections": options.rank > MAX_REFLECTIONS,
         f"{sizes.n} states": sizes.n != STATES,
         f"{options.groups} groups of B and C": options.groups != 1,
         f"the norm `{options.norm}`": options.norm == "none",
@@ -122,7 +121,8 @@ def _refuse_unsupported(arguments, sizes):
         # Only the first y_columns columns of a row depend on y; the kernels multiply W_y with y for
         # all columns of all parts.
         "rows that read y only in part": any(
-            getattr(layout, name) + width > sizes.y_columns for name, width in parts.items()
+            getattr(layout, name) + width > sizes.y_columns
+            for name, width in _part_widths(sizes, options.rank).items()
         ),
         "centroids": arguments.readout is not None,
         f"{sizes.b} × {sizes.length} tokens of {sizes.columns} columns": (
@@ -134,6 +134,11 @@ def _refuse_unsupported(arguments, sizes):
     reasons = [reason for reason, is_refused in refusals.items() if is_refused]
     if reasons:
         raise Unsupported(f"the persistent kernels do not solve {', '.join(reasons)}")
+
+
+def _part_widths(sizes, r):
+    """Return the columns of each part of a row."""
+    return {"vectors": r * sizes.d, "gates": r, "B": sizes.n, "C": sizes.n}
 
 
 def _prepare(arguments, saves_for_backward):
@@ -156,25 +161,25 @@ def _prepare(arguments, saves_for_backward):
         if t is not None:
             t = t.detach()
             tensors[name] = t.contiguous() if name in narrow else t.float().contiguous()
-    kernels = find_kernels(sizes, arguments.raw)
+    kernels = find_kernels(sizes, arguments.options.rank, arguments.raw)
     return Problem(arguments, sizes, tensors, kernels, saves_for_backward)
 
 
 _faults: dict[tuple[Partition, torch.device], str] = {}  # "" for partitions that are right
 
 
-def find_kernels(sizes: Sizes, like: Tensor) -> Kernels:
-    """Return the kernels for a layer on the device of a tensor. Check each partition once.
+def find_kernels(sizes: Sizes, r: int, like: Tensor) -> Kernels:
+    """Return the kernels for a layer with r reflections on the device of a tensor. Check each once.
 
     Raises:
         Unsupported: If the GPU's shared memory cannot hold W_y, or if the self-check fails.
     """
-    kernels = load_kernels(sizes.d, sizes.b, like.device)
+    kernels = load_kernels(sizes.d, sizes.b, r, like.device)
     key = kernels.partition, like.device
     if key not in _faults:
         _faults[key] = ""  # because the self-check calls `cell` with this partition
         batch = kernels.partition.teams * TEAM_SEQUENCES
-        self_check = functools.partial(_self_check, sizes.d, batch)
+        self_check = functools.partial(_self_check, sizes.d, batch, r)
         _faults[key] = find_fault(self_check, str(like.device), "the persistent kernels")
     if _faults[key]:
         raise Unsupported(_faults[key])
@@ -211,6 +216,7 @@ def _run(problem, is_backward, tensors):
         "chunk": CHUNK,
         **layout._asdict(),
         "act": ACTS.index(options.act),
+        "sequential": options.sequential,
         "layer_norm": options.norm == "layer",
         "bc_norm": options.bc_norm,
         "scale": options.scale,
@@ -251,7 +257,7 @@ def _forward(problem):
     if problem.saves_for_backward:
         results |= {
             "rows": torch.empty_like(tensors["raw"]),
-            "records": like.new_empty(b, length, RECORD_SIZE),  # numbers by Record in team.h
+            "records": like.new_empty(b, length, problem.kernels.record_size),
             "units": like.new_empty(b, length, 2, n),  # B and C after their normalization
             "checkpoints": like.new_empty(b, math.ceil(length / CHUNK), n, d),  # states
         }
@@ -281,7 +287,7 @@ def _backward(problem, results, grad_y):
     buffers = {
         "grad_y": grad_y,
         "largest": like.new_zeros(b),
-        "d_raw": _make_row_gradient(problem.arguments.layout, sizes, tensors["raw"]),
+        "d_raw": _make_row_gradient(problem.arguments, sizes, tensors["raw"]),
         "dx": like.new_empty(b, length, d),
         "ddt": like.new_empty(b, length, d),
         "d_gate": None if tensors["gate"] is None else like.new_empty(b, length, d),
@@ -306,10 +312,10 @@ def _backward(problem, results, grad_y):
     return grads, torch.where(max_grad_norm == 0, 0, buffers["largest"] / max_grad_norm)
 
 
-def _make_row_gradient(layout, sizes, raw):
+def _make_row_gradient(arguments, sizes, raw):
     """Return a tensor like `raw`: zero in columns outside all parts, uninitialized in others."""
-    widths = {"vectors": sizes.d, "gates": 1, "B": sizes.n, "C": sizes.n}
-    parts = sorted((first, first + widths[name]) for name, first in layout._asdict().items())
+    widths, firsts = _part_widths(sizes, arguments.options.rank), arguments.layout._asdict()
+    parts = sorted((first, first + widths[name]) for name, first in firsts.items())
     d_raw, end = torch.empty_like(raw), 0
     for first, next_end in [*parts, (sizes.columns, 0)]:
         d_raw[..., end:first] = 0

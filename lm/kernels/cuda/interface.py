@@ -8,13 +8,11 @@ from torch import Tensor
 # As in team.h.
 STATES = 16  # n
 TEAM_SEQUENCES = 8  # largest number of sequences of a team: SEQUENCES
-SMALL_ROWS = 1 + 2 * STATES
-RECORD_SIZE = 16
 WORD_BYTES = 16  # as in fabric.h
 # Fields of Cell in team.h, in its order.
 INTEGERS = (
     *("b", "first_sequence", "length", "columns", "team_sequences", "chunk"),
-    *("vectors", "gates", "B", "C", "act", "layer_norm", "bc_norm"),
+    *("vectors", "gates", "B", "C", "act", "sequential", "layer_norm", "bc_norm"),
 )
 NUMBERS = ("scale", "eps", "kappa", "norm_eps")
 POINTERS = (
@@ -34,6 +32,7 @@ class Partition(NamedTuple):
     warps: int  # of a crew
     crews: int  # of a block
     groups: int
+    reflections: int = 1  # r of the layer
 
     @property
     def blocks(self) -> int:
@@ -52,6 +51,7 @@ class Kernels(Protocol):
     partition: Partition
     mail_words: int  # of a team
     items: int  # units of a warp (ITEMS in team.h)
+    record_size: int  # numbers of a token that the backward pass reads (RECORD_SIZE in team.h)
 
     def run(self, is_backward: bool, cell: bytes, like: Tensor) -> None:
         """Launch a pass.

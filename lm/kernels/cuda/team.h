@@ -1,8 +1,8 @@
 // Teams of the persistent kernels: who solves which sequences, and how the blocks of a team exchange
 // vectors and sums.
 //
-// A group is a set of d / CHANNELS blocks. Each block has CHANNELS channels and, in shared memory,
-// the entries of W_y for them. A block has CREWS crews of CREW_THREADS threads; the crews with the
+// A group is a set of d / CHANNELS blocks. Each block has CHANNELS channels of all vectors and, in shared
+// memory, the entries of W_y for them. A block has CREWS crews of CREW_THREADS threads; the crews with the
 // same number in all blocks of a group are a team. A team solves up to SEQUENCES sequences, token by
 // token. Teams never exchange anything.
 //
@@ -14,6 +14,7 @@
 
 #pragma once
 
+#include "cell_map.h"
 #include "cell_root.h"
 #include "fabric.h"
 
@@ -21,46 +22,56 @@ constexpr int D_INNER = FPRNN_D_INNER;    // d: channels of the layer, a multipl
 constexpr int CHANNELS = FPRNN_CHANNELS;  // of a block, a multiple of 16
 constexpr int WARPS = FPRNN_WARPS;        // of a crew
 constexpr int CREWS = FPRNN_CREWS;        // of a block
+constexpr int REFLECTIONS = FPRNN_REFLECTIONS;            // r
 constexpr int BLOCKS = D_INNER / CHANNELS;                // of a group
 constexpr int SOURCES = (BLOCKS + WARPS - 1) / WARPS;     // blocks of which one warp receives the vectors
 constexpr int STATES = 16, SEQUENCES = 8, CREW_THREADS = 32 * WARPS;
 constexpr int UNITS = CHANNELS / 8;
 constexpr int ITEMS = (UNITS * SEQUENCES + WARPS - 1) / WARPS;
 constexpr int MMA_ROWS = 16;                              // rows of W_y that one matrix instruction multiplies
-constexpr int MMA_STEPS = CHANNELS / 16;                  // products over 16 channels, of one block
-constexpr int VECTOR_WORDS = (2 * MMA_STEPS + 2) / 3;     // of a lane, for the vector of one block
-constexpr int SMALL_ROWS = 1 + 2 * STATES;                // rows of W_y for the gate, B and C
+constexpr int SMALL_ROWS = REFLECTIONS + 2 * STATES;      // rows of W_y for the gates, B and C
 constexpr int SMALL_ROWS_PER_BLOCK = (SMALL_ROWS + BLOCKS - 1) / BLOCKS;
 constexpr int SMALL_ROW_WORDS = (SMALL_ROWS_PER_BLOCK * SEQUENCES + 2) / 3;  // of one block
 constexpr int SUM_SOURCES = (BLOCKS + 7) / 8;             // blocks whose sums one lane adds
+constexpr int PAIRS = REFLECTIONS * (REFLECTIONS + 1) / 2;  // of reflections (i, j) with j ≤ i
+// Entries that a block sends of a sequence's vector: of y forward, of the gradient of all vectors backward.
+constexpr int Y_ENTRIES = CHANNELS, D_ROW_ENTRIES = REFLECTIONS * CHANNELS;
 static_assert(D_INNER % CHANNELS == 0 && CHANNELS % 16 == 0 && SMALL_ROWS_PER_BLOCK <= MMA_ROWS);
 constexpr float LOG2_E = 1.44269504f;
 constexpr int SILU = 0, RELU = 1;
+// Return the index of a symmetric matrix' entry in its lower triangle, row by row.
+constexpr int pair_index(int i, int j) { return i < j ? j * (j + 1) / 2 + i : i * (i + 1) / 2 + j; }
+// Return the entries of a row of the weight in shared memory. Eight more avoid bank conflicts.
+constexpr int row_stride(int entries) { return BLOCKS * entries + 8; }
+// Return the words of a lane for the `entries` of one block: a word has three pairs, a lane two of 16 entries.
+constexpr int count_vector_words(int entries) { return (2 * (entries / 16) + 2) / 3; }
 struct alignas(16) Quad {  // a lane's four states, loaded and stored in one access
     float value[4];
 };
 constexpr uint32_t NAN_BITS = 0x7fc00000;
 
-// Numbers of a token that the forward pass writes for the backward pass. v is the vector of the
-// reflection after its activation, w the norm's weight, n the normalized output, m = g γ v; a, s, φ and
-// x̃ are those of lm/kernels/cell_arguments.py, θ = a (s − u·x) / LENGTH.
+// Numbers of a token that the forward pass writes for the backward pass; those from THETA to SUM_NM for
+// each reflection. v is the vector of a reflection after its activation, w the norm's weight, n the
+// normalized output, m = g γ v; s, φ, T and x̃ are those of lm/kernels/cell_arguments.py, θ = T (s − U x)
+// divided by LENGTH.
 enum Record {
-    THETA,      // θ, in x̃ = x + θ v
-    MEAN,       // of the output before the norm; 0 for RMSNorm
-    INVERSE,    // 1 / √(variance + ε)
-    LENGTH,     // max(‖v‖, eps)
-    U_X,        // u·x with u = v / LENGTH
-    U_Y,        // u·y
-    DISTANCE,   // s − u·x
-    SLOPE,      // φ′(s) / a
-    MEAN_U,     // mean of w u; 0 for RMSNorm
-    ALONG_U,    // mean of w u n
-    SUM_M,      // Σ m / LENGTH
-    SUM_NM,     // Σ n m / LENGTH
-    BC,         // B·C
-    B_LENGTH,   // max(‖B‖, eps) before its normalization; 1 if B and C are not normalized
-    C_LENGTH,   // the same of C
-    RECORD_SIZE = 16
+    THETA,                            // θ, in x̃ = x + Σ θ v
+    LENGTH = THETA + REFLECTIONS,     // max(‖v‖, eps)
+    U_X = LENGTH + REFLECTIONS,       // u·x with u = v / LENGTH
+    U_Y = U_X + REFLECTIONS,          // u·y
+    DISTANCE = U_Y + REFLECTIONS,     // s − u·x
+    MEAN_U = DISTANCE + REFLECTIONS,  // mean of w u; 0 for RMSNorm
+    ALONG_U = MEAN_U + REFLECTIONS,   // mean of w u n
+    SUM_M = ALONG_U + REFLECTIONS,    // Σ m / LENGTH
+    SUM_NM = SUM_M + REFLECTIONS,     // Σ n m / LENGTH
+    SLOPE = SUM_NM + REFLECTIONS,     // z_u with φ′(s) = z_uᵀ T, (r,r) row by row
+    GRAM = SLOPE + REFLECTIONS * REFLECTIONS,  // u_i·u_j, by pair_index
+    MEAN = GRAM + PAIRS,              // of the output before the norm; 0 for RMSNorm
+    INVERSE,                          // 1 / √(variance + ε)
+    BC,                               // B·C
+    B_LENGTH,                         // max(‖B‖, eps) before its normalization; 1 if B and C are not normalized
+    C_LENGTH,                         // the same of C
+    RECORD_SIZE
 };
 
 // One layer. Shapes: b sequences, l tokens, d channels, n states, K columns of raw. Every field has
@@ -69,7 +80,7 @@ struct Cell {
     int64_t b, first_sequence, length, columns;  // the launch begins at sequence `first_sequence`
     int64_t team_sequences, chunk;                  // most sequences of a team; tokens of a chunk
     int64_t vectors, gates, B, C;                   // first columns of the parts of a row
-    int64_t act, layer_norm, bc_norm;
+    int64_t act, sequential, layer_norm, bc_norm;  // sequential: householder, otherwise dplr
     double scale, eps, kappa, norm_eps;
     const uint16_t *raw, *weight;               // (b,l,K), W_y (K,d); in bf16
     const float *x, *dt, *A;                    // (b,l,d), (b,l,d), (n,d)
@@ -125,6 +136,23 @@ DEVICE float sum_four_over_channels(const float (&value)[4], int channel) {
     return sum + shuffle_xor(sum, 16);
 }
 
+// Sum terms over the channels of a unit. Lane q of a channel sums the terms q, q + 4, …
+template <int TERMS>
+DEVICE void sum_terms(const float (&term)[TERMS], int quarter, int channel, float *sums) {
+#pragma unroll
+    for (int first = 0; first < TERMS; first += 4) {
+        const auto term_of = [&](int q) { return term[first + q < TERMS ? first + q : first]; };
+        const float value = quarter == 0 ? term_of(0) : quarter == 1 ? term_of(1) : quarter == 2 ? term_of(2) : term_of(3);
+        const float sum = sum_channels(value);
+        if (channel == 0 && first + quarter < TERMS) sums[first + quarter] = sum;
+    }
+}
+// Return value + Σ_i θ_i vector_i of a channel: x̃ from x and v, or the output before the norm from f and m.
+DEVICE float add_reflections(float value, const float *theta, const float (&vector)[REFLECTIONS]) {
+    for (int i = 0; i < REFLECTIONS; ++i) value += theta[i] * vector[i];
+    return value;
+}
+
 // Wait until the word at `from` is that of `step`, and return it. `word` was loaded from there earlier.
 DEVICE Word await_word(const Word *from, uint32_t step, Word word, volatile uint8_t *alarm, bool &has_timed_out) {
     if (word.step != step && !has_timed_out) {
@@ -140,33 +168,43 @@ DEVICE Word await_word(const Word *from, uint32_t step, Word word, volatile uint
 
 // The parts of a team's mail.
 struct Mailbox {
-    Word *vectors;     // y forward, the gradient of the row's vector backward
+    Word *vectors;     // y forward, the gradients of the row's vectors backward
     Word *small_rows;  // forward only
     Word *sums;
     Word *late_sums;   // backward only: the second sums of a token
 };
-constexpr int FORWARD_SUM_WORDS = 4, BACKWARD_SUM_WORDS = 7, LATE_SUM_WORDS = 6;  // of a sequence and block
-constexpr int ALL_SUM_WORDS = BACKWARD_SUM_WORDS + LATE_SUM_WORDS;
-constexpr int MAIL_WORDS = BLOCKS * (VECTOR_WORDS * 32 + SMALL_ROW_WORDS + SEQUENCES * ALL_SUM_WORDS);
+// Sums over channels of a sequence: see the enumerations in cell_forward.h and cell_backward.h.
+constexpr int FORWARD_SUMS = 2 + 6 * REFLECTIONS + 3 * PAIRS;
+constexpr int BACKWARD_SUMS = 3 + 2 * REFLECTIONS + STATES, LATE_SUMS = 1 + STATES;
+constexpr int max_of(int a, int b) { return a < b ? b : a; }
+constexpr int count_sum_words(int sums) { return (sums + 2) / 3; }  // of a sequence and block
+constexpr int FORWARD_SUM_WORDS = count_sum_words(FORWARD_SUMS), LATE_SUM_WORDS = count_sum_words(LATE_SUMS);
+constexpr int BACKWARD_SUM_WORDS = count_sum_words(BACKWARD_SUMS);
+constexpr int SUM_WORDS = max_of(FORWARD_SUM_WORDS, BACKWARD_SUM_WORDS);
+constexpr int MAIL_VECTOR_WORDS = BLOCKS * count_vector_words(D_ROW_ENTRIES) * 32;  // of a team
+constexpr int MAIL_WORDS =
+    MAIL_VECTOR_WORDS + BLOCKS * (SMALL_ROW_WORDS + SEQUENCES * (SUM_WORDS + LATE_SUM_WORDS));
 
 // Shared memory: the block's entries of W_y, `rates`, and a CrewMemory per crew.
-constexpr int SUM_ENTRIES = 3 * BACKWARD_SUM_WORDS;  // the largest number of sums of a sequence
+constexpr int FIRST_LATE_TOTAL = 3 * BACKWARD_SUM_WORDS;  // in `totals`
+constexpr int TOTALS = max_of(3 * FORWARD_SUM_WORDS, FIRST_LATE_TOTAL + 3 * LATE_SUM_WORDS);
+constexpr int SCALARS = 2 + 5 * REFLECTIONS + PAIRS;
 struct CrewMemory {
     // Of a product with W_y: each warp's part of its sums. Five more columns avoid bank conflicts.
-    float parts[WARPS][SEQUENCES][CHANNELS + 5];
-    float small[SEQUENCES][SMALL_ROWS + 2];        // gate, B, C of a row; or their gradients
-    float unit_sums[SEQUENCES * UNITS][SUM_ENTRIES];  // over the channels of a unit
-    // Sums over all channels, and the second sums of a token.
-    double totals[SEQUENCES][SUM_ENTRIES], late_totals[SEQUENCES][SUM_ENTRIES];
+    float parts[WARPS][SEQUENCES][REFLECTIONS * CHANNELS + 5];
+    float small[SEQUENCES][SMALL_ROWS + 2];        // gates, B, C of a row; or their gradients
+    float unit_sums[SEQUENCES * UNITS][3 * SUM_WORDS];  // over the channels of a unit
+    double totals[SEQUENCES][TOTALS];              // sums over all channels, then the late ones
     float record[SEQUENCES][RECORD_SIZE];
-    float scalars[SEQUENCES][8];                   // by Scalar in cell_backward.h
-    uint16_t vector[SEQUENCES][CHANNELS];          // this block's part of the vector to send, in bf16
+    float scalars[SEQUENCES][SCALARS];             // by Scalar in cell_backward.h
+    uint16_t vector[SEQUENCES][D_ROW_ENTRIES];     // this block's part of the vector to send, in bf16
     int has_timed_out;                             // of any thread of the crew
 };
-constexpr int WEIGHT_STRIDE = D_INNER + 8;  // entries of a row: avoids bank conflicts
 constexpr int round_up_to_16(int bytes) { return (bytes + 15) / 16 * 16; }
-constexpr int FORWARD_WEIGHT_BYTES = round_up_to_16((CHANNELS + SMALL_ROWS_PER_BLOCK) * WEIGHT_STRIDE * 2);
-constexpr int BACKWARD_WEIGHT_BYTES = round_up_to_16((CHANNELS * WEIGHT_STRIDE + SMALL_ROWS * CHANNELS) * 2);
+constexpr int FORWARD_ROWS = REFLECTIONS * CHANNELS + SMALL_ROWS_PER_BLOCK;
+constexpr int FORWARD_WEIGHT_BYTES = round_up_to_16(FORWARD_ROWS * row_stride(Y_ENTRIES) * 2);
+constexpr int BACKWARD_WEIGHT_BYTES =
+    round_up_to_16(CHANNELS * (row_stride(D_ROW_ENTRIES) + SMALL_ROWS) * 2);
 constexpr int REST_BYTES = CREWS * int(sizeof(CrewMemory)) + CHANNELS * STATES * 4;
 
 // One thread's view of its team.
@@ -176,7 +214,7 @@ struct Member {
     int first_sequence, sequences;                 // of the team: its first one, and how many it solves
     bool has_timed_out = false;                    // a word did not arrive in time
     CrewMemory *memory;
-    uint16_t *weight;                              // rows of WEIGHT_STRIDE entries
+    uint16_t *weight;                              // rows of row_stride(…) entries
     float *rates;                                  // A · log2 e of the block's channels, (CHANNELS, STATES)
     Mailbox mail;
     volatile uint8_t *alarm;
@@ -197,9 +235,9 @@ struct Member {
         rates = reinterpret_cast<float *>(shared + weight_bytes);
         memory = reinterpret_cast<CrewMemory *>(rates + CHANNELS * STATES) + crew;
         mail.vectors = cell.mail + team * MAIL_WORDS;
-        mail.small_rows = mail.vectors + BLOCKS * VECTOR_WORDS * 32;
+        mail.small_rows = mail.vectors + MAIL_VECTOR_WORDS;
         mail.sums = mail.small_rows + BLOCKS * SMALL_ROW_WORDS;
-        mail.late_sums = mail.sums + BLOCKS * SEQUENCES * BACKWARD_SUM_WORDS;
+        mail.late_sums = mail.sums + BLOCKS * SEQUENCES * SUM_WORDS;
         if (thread == 0) memory->has_timed_out = 0;
         for (int i = thread_in_block(); i < CHANNELS * STATES; i += CREWS * CREW_THREADS)
             rates[i] = LOG2_E * cell.A[i % STATES * D_INNER + block * CHANNELS + i / STATES];
@@ -226,61 +264,64 @@ struct Member {
     }
 
     // Send memory->vector to all blocks, in the order in which multiply_rows needs it: lane 4 i + q of a
-    // warp multiplies, of sequence i and of every 16 channels, the pairs that begin at 2 q and 2 q + 8.
-    DEVICE void send_vector(uint32_t step) const {
-        for (int i = thread; i < VECTOR_WORDS * 32; i += CREW_THREADS) {
+    // warp multiplies, of sequence i and of every 16 entries, the pairs that begin at 2 q and 2 q + 8.
+    template <int ENTRIES> DEVICE void send_vector(uint32_t step) const {
+        constexpr int WORDS = count_vector_words(ENTRIES);
+        for (int i = thread; i < WORDS * 32; i += CREW_THREADS) {
             const int s = i % 32 / 4;
             if (s >= sequences) continue;
             Word word = {{0, 0, 0}, step};
             for (int k = 0; k < 3; ++k) {
                 const int pair = 3 * (i / 32) + k;
-                if (pair >= 2 * MMA_STEPS) break;
+                if (pair >= ENTRIES / 8) break;
                 const uint16_t *from = memory->vector[s] + pair / 2 * 16 + pair % 2 * 8 + i % 4 * 2;
                 word.value[k] = from[0] | uint32_t(from[1]) << 16;
             }
-            store_word(mail.vectors + block * VECTOR_WORDS * 32 + i, word);
+            store_word(mail.vectors + block * WORDS * 32 + i, word);
         }
     }
     // Receive the parts of the vectors that this warp multiplies: those of the blocks warp, warp +
     // WARPS, …
-    DEVICE void receive_vectors(uint32_t step, Word (&words)[SOURCES][VECTOR_WORDS]) {
+    template <int WORDS> DEVICE void receive_vectors(uint32_t step, Word (&words)[SOURCES][WORDS]) {
 #pragma unroll
         for (int i = 0; i < SOURCES; ++i)  // all loads are on their way before the first wait
 #pragma unroll
-            for (int w = 0; w < VECTOR_WORDS; ++w) {
+            for (int w = 0; w < WORDS; ++w) {
                 words[i][w] = {};
-                if (has_vector(i)) words[i][w] = load_word(vector_word(i, w));
+                if (has_vector(i)) words[i][w] = load_word(vector_word<WORDS>(i, w));
             }
 #pragma unroll
         for (int i = 0; i < SOURCES; ++i)
 #pragma unroll
-            for (int w = 0; w < VECTOR_WORDS; ++w)
-                if (has_vector(i)) words[i][w] = await_word(vector_word(i, w), step, words[i][w], alarm, has_timed_out);
+            for (int w = 0; w < WORDS; ++w)
+                if (has_vector(i))
+                    words[i][w] = await_word(vector_word<WORDS>(i, w), step, words[i][w], alarm, has_timed_out);
     }
     DEVICE bool has_vector(int i) const { return i * WARPS + warp < BLOCKS && channel < sequences; }
-    DEVICE const Word *vector_word(int i, int w) const {
-        return mail.vectors + ((i * WARPS + warp) * VECTOR_WORDS + w) * 32 + lane;
+    template <int WORDS> DEVICE const Word *vector_word(int i, int w) const {
+        return mail.vectors + ((i * WARPS + warp) * WORDS + w) * 32 + lane;
     }
 
-    // Multiply the rows row … row + rows − 1 of the weight (at most MMA_ROWS) with the vectors. Each warp writes
-    // the sums over the channels of its source blocks into memory->parts, from row `to` on.
-    DEVICE void multiply_rows(const Word (&words)[SOURCES][VECTOR_WORDS], int row, int rows,
+    // Multiply the rows row … row + rows − 1 of the weight (at most MMA_ROWS) with the vectors, which have ENTRIES
+    // of each block. Each warp writes the sums over its source blocks into memory->parts, from row `to` on.
+    template <int ENTRIES>
+    DEVICE void multiply_rows(const Word (&words)[SOURCES][count_vector_words(ENTRIES)], int row, int rows,
                               int to) const {
+        constexpr int STRIDE = row_stride(ENTRIES);
         sync_warp();  // the lanes left their waits at different times
         float sum[4] = {};
-        const uint16_t *fragment = weight + (row + channel) * WEIGHT_STRIDE + 2 * quarter;
+        const uint16_t *fragment = weight + (row + channel) * STRIDE + 2 * quarter;
 #pragma unroll
         for (int i = 0; i < SOURCES; ++i) {
             const int source = i * WARPS + warp;
             if (source >= BLOCKS) continue;
 #pragma unroll
-            for (int mma = 0; mma < MMA_STEPS; ++mma) {
+            for (int mma = 0; mma < ENTRIES / 16; ++mma) {
                 uint32_t left[4] = {};
                 for (int k = 0; k < 4; ++k)
                     if (channel + k % 2 * 8 < rows)
                         left[k] = *reinterpret_cast<const uint32_t *>(
-                            fragment + k % 2 * 8 * WEIGHT_STRIDE + source * CHANNELS + 16 * mma +
-                            k / 2 * 8);
+                            fragment + k % 2 * 8 * STRIDE + source * ENTRIES + 16 * mma + k / 2 * 8);
                 const int pair = 2 * mma;
                 const uint32_t right[2] = {words[i][pair / 3].value[pair % 3],
                                            words[i][(pair + 1) / 3].value[(pair + 1) % 3]};
@@ -309,9 +350,9 @@ struct Member {
             store_word(to + (block * SEQUENCES + s) * WORDS + i % WORDS, word);
         }
     }
-    // Add the sums of all blocks into `totals`. Eight lanes share a word: each adds every eighth block.
-    template <int WORDS>
-    DEVICE void receive_sums(const Word *from, uint32_t step, double (*totals)[SUM_ENTRIES]) {
+    // Add the sums of all blocks into memory->totals, from the entry `first` of a sequence on. Eight lanes share
+    // a word: each adds every eighth block.
+    template <int WORDS> DEVICE void receive_sums(const Word *from, uint32_t step, int first) {
         const int part = thread % 8;
         const int passes = (sequences * WORDS + CREW_THREADS / 8 - 1) / (CREW_THREADS / 8);
         for (int pass = 0; pass < passes; ++pass) {
@@ -333,7 +374,7 @@ struct Member {
             }
             for (int k = 0; k < 3; ++k) {
                 for (int mask = 1; mask < 8; mask *= 2) sum[k] += shuffle_xor(sum[k], mask);
-                if (part == 0 && is_word) totals[i / WORDS][i % WORDS * 3 + k] = sum[k];
+                if (part == 0 && is_word) memory->totals[i / WORDS][first + i % WORDS * 3 + k] = sum[k];
             }
         }
     }

@@ -96,6 +96,15 @@ class Refusing:
         raise Unsupported("as within a CUDA graph of someone else")
 
 
+@pytest.mark.parametrize("backend, dtype", [("cpu", torch.float32), ("triton", torch.bfloat16)])
+def test_only_a_kernel_that_reads_bf16_gets_the_maps_of_y_in_bf16(backend, dtype, monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", backend)
+    block = untrained(schedule="sequential").backbone.layers[0].block
+    with torch.autocast("cpu", torch.bfloat16):
+        inputs = block.prepare(torch.randn(1, 3, 16))
+    assert inputs.projections.weight_y.dtype == inputs.projections.raw.dtype == dtype
+
+
 @pytest.mark.parametrize("rank", [2, slow(1)])
 def test_bf16_rows_are_widened_if_a_kernel_refuses(rank, monkeypatch):
     """Plain PyTorch solves a token in fp32, whatever the dtype of its projections."""

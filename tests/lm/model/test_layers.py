@@ -35,6 +35,40 @@ def test_gain_and_direction_get_the_gradient_of_weight(layer):
     torch.testing.assert_close(layer.direction.grad, torch.zeros(3, 5))
 
 
+def test_the_gradient_of_the_matrix_equals_autograd_of_its_formula(layer):
+    layer.double()
+    factor = torch.randn(3, 5, dtype=torch.float64)
+    (layer.matrix() * factor).sum().backward()
+    computed = {name: p.grad for name, p in layer.named_parameters() if name != "bias"}
+    direction, gain = (p.detach().requires_grad_() for p in (layer.direction, layer.gain))
+    formula = gain * (direction / torch.linalg.vector_norm(direction, dim=1, keepdim=True))
+    torch.testing.assert_close(layer.matrix(), formula)
+    (formula * factor).sum().backward()
+    torch.testing.assert_close(computed, {"direction": direction.grad, "gain": gain.grad})
+
+
+def test_a_narrow_matrix_is_the_rounded_matrix_and_has_a_wide_gradient(layer):
+    factor = torch.randn(3, 5).bfloat16()
+    gradients = []
+    for matrix in (layer.matrix(torch.bfloat16), layer.matrix().bfloat16()):
+        layer.zero_grad()
+        torch.testing.assert_close(matrix, layer.matrix().bfloat16(), rtol=0, atol=0)
+        (matrix * factor).sum().backward()
+        gradients.append({"direction": layer.direction.grad, "gain": layer.gain.grad})
+    torch.testing.assert_close(*gradients)
+    assert {g.dtype for g in gradients[0].values()} == {torch.float32}
+    for dtype in (torch.float64, torch.bfloat16):  # autocast casts only fp32
+        assert layer.to(dtype).matrix(torch.float16).dtype == dtype
+
+
+def test_a_row_of_zeros_has_a_finite_gradient(layer):
+    W = torch.randn(3, 5)
+    W[1] = 0
+    layer.weight = W
+    layer.matrix().sum().backward()
+    assert layer.direction.grad.isfinite().all() and layer.gain.grad.isfinite().all()
+
+
 def test_weight_can_be_assigned(layer):
     W = torch.randn(3, 5)
     layer.weight = W
@@ -152,5 +186,7 @@ def test_on_a_gpu_a_matrix_has_a_multiple_of_eight_rows(rows, padded_rows, with_
 
     monkeypatch.setattr("lm.model.layers.is_on_cpu", lambda t: False)
     monkeypatch.setattr(nn.functional, "linear", record_rows)
-    torch.testing.assert_close(padded_linear(x, matrix, bias), expected)
+    product = padded_linear(x, matrix, bias)
+    torch.testing.assert_close(product[..., :rows], expected)
+    assert not product[..., rows:].any()
     assert row_counts == [padded_rows]

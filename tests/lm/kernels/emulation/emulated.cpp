@@ -5,7 +5,8 @@ extern "C" {
 void set_timeouts(int are_on) { fabric::waits_time_out = are_on; }
 int cell_bytes() { return sizeof(Cell); }
 void get_sizes(int *sizes) {
-    const int all[] = {MAIL_WORDS, FORWARD_WEIGHT_BYTES + REST_BYTES, BACKWARD_WEIGHT_BYTES + REST_BYTES, ITEMS};
+    const int forward_bytes = FORWARD_WEIGHT_BYTES + REST_BYTES, backward_bytes = BACKWARD_WEIGHT_BYTES + REST_BYTES;
+    const int all[] = {MAIL_WORDS, forward_bytes, backward_bytes, ITEMS, RECORD_SIZE};
     std::memcpy(sizes, all, sizeof all);
 }
 // Run a pass; return 0, or 1 with the reason.
