@@ -199,7 +199,8 @@ def _select_frequent(rows: torch.Tensor, frequencies: torch.Tensor) -> torch.Ten
 
 def _differences(signatures, others):
     """Return the share of different predictions of signatures (n,m) and others (k,m), (n,k)."""
-    return torch.cdist(signatures.double(), others.double(), p=0) / signatures.shape[1]
+    counts = [(signatures != other).sum(1) for other in others]  # all at once: too much memory
+    return torch.stack(counts, 1) / signatures.shape[1]
 
 
 def _split(

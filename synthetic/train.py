@@ -477,15 +477,26 @@ class Training(Loop):
             self.state = None
         elif self.centroids is not None and self.centroids.are_missing:
             if score >= MIN_SCORE:
-                self._attach_centroids(self.centroids)
+                self._attach_centroids(self.centroids, score)
         elif score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
-    def _attach_centroids(self, centroids: DeferredCentroids) -> None:
-        """Find the centroids of the model, and attach them to its layers."""
+    def _attach_centroids(self, centroids: DeferredCentroids, score: float) -> None:
+        """Find the centroids of the model and attach them, unless they lower its score by half.
+
+        Args:
+            centroids: The detached centroids.
+            score: Headline metric without them.
+        """
         with self._autocast():
             run = LoadedRun(self.cfg, self.task, self.model.eval(), self.precision)
             description = find_and_attach(centroids, run)
+        if centroids.is_attached:
+            new_score = self._measure_validation(self.longest)["metrics"][self.task.headline]
+            description += f"; {self.task.headline} {score:.3f} before, {new_score:.3f} with them"
+            if new_score < score / 2:
+                centroids.set_attached(False)
+                description = f"none yet, because the score would fall: {description}"
         say(f"centroids: {description}")
 
     def check_finite(self) -> None:

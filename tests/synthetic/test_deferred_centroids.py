@@ -43,7 +43,7 @@ def three_states(monkeypatch):
         return centroids.FoundCentroids(dict.fromkeys(layers, vectors), "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)
-    monkeypatch.setattr("synthetic.train.MIN_SCORE", 0.0)
+    monkeypatch.setattr("synthetic.train.MIN_SCORE", 0.0)  # attach whatever the model can do
 
 
 def centroid_names(state_dict):
@@ -148,3 +148,14 @@ def test_centroids_wait_until_the_model_is_right(make_cfg, three_states, monkeyp
     train(cfg)
     assert "centroids: " not in capsys.readouterr().out
     assert not centroid_names(load_run(cfg.run_dir).model.state_dict())
+
+
+def test_centroids_that_lower_the_score_are_detached_again(make_cfg, three_states, monkeypatch):
+    training = Training(make_cfg())
+    monkeypatch.setattr(
+        training, "_measure_validation", lambda length: {"metrics": {"sequence_accuracy": 0.4}}
+    )
+    training._attach_centroids(training.centroids, score=0.9)
+    assert training.centroids.are_missing
+    training._attach_centroids(training.centroids, score=0.7)
+    assert training.centroids.is_attached
