@@ -28,6 +28,7 @@ from lm.training.build import build_section
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.config import load as load_config
+from synthetic.deferred_centroids import DeferredCentroids
 
 STATE = "state.pt"  # the only file of a checkpoint besides its manifest
 # Classes that a checkpoint may contain besides tensors: the recurrent state of every kind of layer,
@@ -171,6 +172,8 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
     with guard_imports(run.config, trust):
         task = tasks.build_task(cfg.task)
         model, _, precision = build_model(cfg, task, cfg.train.lengths[1])
+    if cfg.defers_centroids:
+        DeferredCentroids(model).match(saved["model"])
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as e:

@@ -1,191 +1,331 @@
-"""Initial centroids (`model.state_centroids`) of a model that starts from a run without them.
+"""Centroids (`model.state_centroids`), found when the curriculum of a run is over.
 
-In a layer with centroids, projections read a weighted mean of k learned vectors, the centroids,
-instead of the recurrent state (`lm.model.layers.Centroids`). Here they start as means of the states
-of the run that the model starts from.
+A layer with centroids reads a weighted mean of learned vectors, the centroids, instead of its state
+(`lm.model.layers.Centroids`). Here their number k and their initial values come from the states of
+the model and from its own behaviour after them: two sequences have the same state if the model
+continues alike after both (Myhill and Nerode's theorem about automata). No correct answer is
+needed, and an imperfect model's rare mistakes are outvoted.
 
-Shapes: b sequences, l tokens, n sequences that end in an answer, d channels, k centroids.
+Shapes: n sequences, m predictions of a signature, p probes, d numbers of a state, k centroids.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lm.common.errors import ConfigError
-from lm.model.state import BlockState
+from lm.model.layers import Centroids
+from lm.model.state import FPRNNState
 from synthetic.build import LoadedRun
+from synthetic.deferred_centroids import DeferredCentroids
 from synthetic.evaluate import move_to_device
 from synthetic.tasks import IGNORE
 
+# Centroids enter a model after its curriculum, when the headline metric on validation data is at
+# least this. The states of a worse model are not yet worth keeping.
+MIN_SCORE = 0.9
 # Training data from which the states come.
 NUM_BATCHES = 16
 SEQUENCES_PER_BATCH = 512
-# Initial sharpness β of the weights: 16 mixes several centroids in A5; 64 and 1,000 are alike.
+# Continuations after which the model's predictions are compared.
+NUM_PROBES = 24
+PROBE_LENGTH = 2
+# Signatures are near each other if they differ in at most this share of their predictions. If less
+# than the share RARE of all sequences near a behaviour have a signature, it is a noisy version.
+NEAR = 0.2
+RARE = 1 / 8
+MIN_FREQUENCY = 1 / 16  # frequency of a behaviour relative to the most frequent; rarer: mistakes
+# Initial sharpness β of the weights, for centroids of variance 1: 16 mixes several centroids in A5;
+# 64 and 1,000 are alike.
 SHARPNESS = 64.0
-MIN_STATES = 30  # states per pair of answer and last token: fewer give no reliable mean
+FAR = 1e4  # every entry of an unused centroid: so far from all states that its weight is exactly 0
+# A behaviour is split if fewer of its states continue alike from their centroid. Measured: at least
+# 0.75 for every behaviour of A5, 0 for one of parity, whose states had two shapes.
+MIN_ALIKE = 0.65
+MAX_SPLITS = 4  # rounds in which behaviours are split
+CHECKED_BATCHES = 8  # batches whose states are continued from their centroids
 
 
-class NewCentroids(NamedTuple):
-    """Initial centroids of a layer."""
+class FoundCentroids(NamedTuple):
+    """Centroids of some layers of a model, found by its behaviour."""
 
-    layer: int  # index in the model
-    vectors: torch.Tensor | None  # (k,d); None: random, as in any new layer
+    vectors: dict[int, torch.Tensor]  # layer → (k,d)
     description: str
 
+    @property
+    def num_centroids(self) -> int:
+        """The number k of centroids."""
+        return len(next(iter(self.vectors.values())))
 
-def compute_centroids(
-    model: torch.nn.Module,
-    new_names: list[str],
-    partners: list[int | None],
-    source: LoadedRun,
-    task_difference: str,
-) -> list[NewCentroids]:
-    """Compute the centroids of every layer that has them although its partner does not.
 
-    The partner is the source's layer whose weights the layer starts from. The centroids are means
-    of the partner's states, one for each answer. After two sequences with the same answer, the
-    states of a layer that answers correctly may still differ, and later states inherit the
-    difference. With the mean in place of both states, the sequences continue alike. If a state
-    determines the answer only together with the last token, each pair of answer and last token has
-    its own mean. The centroids stay random if the partner has no such states or was trained on
-    another task.
+def find_and_attach(deferred: DeferredCentroids, run: LoadedRun) -> str:
+    """Find the centroids of a model, initialize and attach them, if there are enough of them.
 
     Args:
-        model: The new model.
-        new_names: Names of the model's parameters that the source does not have.
-        partners: For every layer, the index of its partner in the source, or None.
-        source: The run that the model starts from.
-        task_difference: Description of how the two tasks differ; "" if they are the same.
+        deferred: Centroids of the model's layers, detached.
+        run: Config and task of the run, and the model.
 
-    Raises:
-        ConfigError: If the number of centroids is neither the number of answers nor the number of
-            pairs of answer and last token, or if no sequence ends in an answer.
+    Returns:
+        A description of the centroids, or the reason for which they were not attached.
     """
-    partner_by_layer = {
-        layer: partner
-        for layer, partner in enumerate(partners)
-        if partner is not None and f"backbone.layers.{layer}.block.centroids.vectors" in new_names
-    }
-    if not partner_by_layer:
-        return []
-    ends = None if task_difference else _read_sequence_ends(source)
-    centroids = []
-    for layer, partner in partner_by_layer.items():
-        k, width = model.backbone.layers[layer].block.centroids.vectors.shape
-        states = ends.states.get(partner) if ends else None
-        if ends and states is not None and states.shape[1] == width:
-            means, description = _choose_means(k, states, ends, source.cfg.run_dir)
-            centroids.append(NewCentroids(layer, means, f"layer {layer}: {description}"))
-            continue
-        reason = (
-            task_difference or f"its partner, layer {partner}, has no states of {width} channels"
+    found = find_centroids(run, list(deferred.modules))
+    capacity = min(len(module.vectors) for module in deferred.modules.values())
+    if not 2 <= found.num_centroids <= capacity:
+        return (
+            f"none yet, because the model distinguishes {found.num_centroids} states and"
+            f" model.state_centroids permits 2 to {capacity}"
         )
-        centroids.append(NewCentroids(layer, None, f"layer {layer}: random centroids: {reason}"))
-    return centroids
+    for layer, module in deferred.modules.items():
+        initialize_centroids(module, found.vectors[layer])
+    deferred.set_attached(True)
+    return found.description
 
 
 @torch.no_grad()
-def set_centroids(model: torch.nn.Module, centroids: list[NewCentroids]) -> list[str]:
-    """Copy the centroids into the model, and return their descriptions."""
-    for layer, vectors, _ in centroids:
-        if vectors is None:
-            continue
-        layer_centroids = model.backbone.layers[layer].block.centroids
-        layer_centroids.vectors.copy_(vectors)
-        layer_centroids.log_sharpness.fill_(math.log(SHARPNESS))
-    return [new.description for new in centroids]
+def initialize_centroids(centroids: Centroids, vectors: torch.Tensor) -> None:
+    """Set the first k centroids, and a sharpness that does not depend on their scale.
+
+    Args:
+        centroids: Centroids of a layer, at least k.
+        vectors: The vectors (k,d).
+    """
+    variance = 1.0
+    if len(vectors) > 1:
+        variance = float(vectors.double().var(0, unbiased=False).mean().clamp_min(1e-12))
+    centroids.vectors.fill_(FAR)
+    centroids.vectors[: len(vectors)] = vectors
+    centroids.log_sharpness.fill_(math.log(SHARPNESS / variance))
 
 
-def _choose_means(
-    k: int, states: torch.Tensor, ends: _SequenceEnds, run_dir: Path
-) -> tuple[torch.Tensor, str]:
-    """Choose the k means of states (n,d) that become the centroids, and describe them.
+@torch.no_grad()
+def find_centroids(run: LoadedRun, layers: list[int]) -> FoundCentroids:
+    """Find the centroids of a run's layers: mean states of the sequences that continue alike.
+
+    If states continue differently from their mean, they have several shapes in spite of their equal
+    behaviour. They are then split into shapes, each with its own mean.
+
+    Args:
+        run: The run.
+        layers: Indices of layers that can have centroids.
 
     Raises:
-        ConfigError: If k is not a possible number of means.
+        ConfigError: If no training sequence ends in an answer.
     """
-    by_answer, by_pair = _Means.compute(states, ends.answers), _Means.compute(states, ends.pairs)
-    token_count = len(torch.unique(ends.pairs[:, 1]))
-    # Means by pair need every pair often enough. 8,192 states contain every pair of a small group
-    # many times, but every pair of A5 only two or three times.
-    has_all_pairs = len(by_pair.vectors) == len(by_answer.vectors) * token_count
-    can_use_pairs = has_all_pairs and token_count > 1 and by_pair.smallest_count >= MIN_STATES
-    if k == len(by_answer.vectors):
-        means, labels = by_answer, "answers"
-    elif can_use_pairs and k == len(by_pair.vectors):
-        means, labels = by_pair, "pairs of answer and last token"
-    else:
-        or_pairs = f"; for each pair of answer and last token: {len(by_pair.vectors)}"
-        raise ConfigError(
-            f"model.state_centroids is {k}: if a run starts from one without centroids, they are"
-            f" the means of its states, one for each answer, and {run_dir} has"
-            f" {len(by_answer.vectors)} answers: set {len(by_answer.vectors)}"
-            f"{or_pairs if can_use_pairs else ''}"
-        )
-    return (
-        means.vectors,
-        f"{k} centroids, the means of {len(states):,} states by their {k} {labels}",
+    ends = _SequenceEnds.read(run, layers)
+    behaviours = merge_signatures(ends.signatures)
+    labels, count = behaviours.labels, len(behaviours.signatures)
+    signatures, candidates = behaviours.signatures, []
+    for _ in range(1 + MAX_SPLITS):
+        vectors = {layer: compute_means(ends.vectors[layer], labels, count) for layer in layers}
+        alike = ends.measure_alike(run, vectors, signatures, labels)
+        total = alike.sum(0)
+        candidates.append((float(total[0] / total[1]), vectors))
+        share = alike[:, 0] / alike[:, 1].clamp_min(1)
+        failed = (share < MIN_ALIKE).nonzero().flatten().tolist()
+        if not failed:
+            break
+        joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
+        labels, signatures = _split(failed, joined, labels, signatures)
+        count = len(signatures)
+    best_share = max(share for share, _ in candidates)
+    share, vectors = next(c for c in candidates if c[0] >= best_share - 0.01)  # the fewest
+    count = len(next(iter(vectors.values())))
+    shapes = ""
+    if count > len(behaviours.signatures):
+        shapes = f", {len(behaviours.signatures)} of them frequent, with states of {count} shapes"
+    return FoundCentroids(
+        vectors,
+        f"{count} centroids, from {len(ends.signatures):,} states with"
+        f" {behaviours.unmerged_count:,} different behaviours{shapes}; from their centroids"
+        f" {share:.1%} of the states continue alike",
     )
 
 
-class _Means(NamedTuple):
-    """Means of states, one for each label."""
+class Behaviours(NamedTuple):
+    """Frequent signatures, and the behaviour of every sequence."""
 
-    vectors: torch.Tensor  # (k,d), sorted by label
-    smallest_count: int  # number of states with the rarest label
+    signatures: torch.Tensor  # (k,m)
+    labels: torch.Tensor  # (n,): index of the sequence's behaviour, or −1 if it is near to none
+    unmerged_count: int  # number of different signatures
 
-    @classmethod
-    def compute(cls, states: torch.Tensor, labels: torch.Tensor) -> _Means:
-        """Compute the means of states (n,d) by labels (n,), or by rows of labels (n,m)."""
-        _, label_index = torch.unique(labels, dim=0, return_inverse=True)
-        counts = label_index.bincount()
-        states64 = states.double()
-        sums = states64.new_zeros(len(counts), states.shape[1]).index_add(0, label_index, states64)
-        return cls((sums / counts.unsqueeze(1)).to(states), int(counts.min()))
+
+def merge_signatures(signatures: torch.Tensor) -> Behaviours:
+    """Merge rare signatures (n,m), which contain mistakes of the model, into frequent ones.
+
+    The most frequent signature is a behaviour, and the near and much rarer signatures are its noisy
+    versions. The most frequent one of the rest is the next behaviour, and so on, until all others
+    together are too rare. All sequences of a behaviour vote on each of its predictions. At last
+    each sequence joins the nearest behaviour, if it is equal in half of the predictions.
+    """
+    unique, inverse, counts = signatures.unique(dim=0, return_inverse=True, return_counts=True)
+    remaining = counts.argsort(descending=True, stable=True)  # indices in `unique`
+    centers: list[int] = []
+    frequencies: list[int] = []  # number of sequences of each center and its noisy versions
+    while len(remaining) and counts[remaining].sum() >= MIN_FREQUENCY * max(frequencies, default=0):
+        center = int(remaining[0])
+        is_near = _differences(unique[remaining], unique[center : center + 1])[:, 0] <= NEAR
+        is_rare = counts[remaining] < RARE * counts[remaining[is_near]].sum()
+        is_merged = is_near & is_rare
+        is_merged[0] = True
+        centers.append(center)
+        frequencies.append(int(counts[remaining[is_merged]].sum()))
+        remaining = remaining[~is_merged]
+    behaviours = unique[_select_frequent(torch.tensor(centers), torch.tensor(frequencies))]
+    # The most frequent signature may itself contain mistakes: let all near ones vote.
+    nearest = _differences(unique, behaviours).argmin(1)[inverse]
+    votes = [signatures[nearest == i].mode(0).values for i in range(len(behaviours))]
+    majorities = torch.stack(votes).unique(dim=0)
+    nearest = _differences(unique, majorities).argmin(1)[inverse]
+    majorities = _select_frequent(majorities, nearest.bincount(minlength=len(majorities)))
+    distances, labels = _differences(unique, majorities).min(1)
+    labels[distances > 0.5] = -1
+    return Behaviours(majorities, labels[inverse], len(unique))
+
+
+def compute_means(states: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
+    """Compute the means (count,d) of states (n,d) by labels (n,); label −1 counts nowhere."""
+    states64, labels = states[labels >= 0].double(), labels[labels >= 0]
+    sums = states64.new_zeros(count, states.shape[1]).index_add(0, labels, states64)
+    return (sums / labels.bincount(minlength=count).unsqueeze(1)).to(states)
+
+
+def _select_frequent(rows: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return the rows (k,…) whose frequency (k,) is high enough for a behaviour."""
+    return rows[frequencies >= MIN_FREQUENCY * frequencies.max()]
+
+
+def _differences(signatures, others):
+    """Return the share of different predictions of signatures (n,m) and others (k,m), (n,k)."""
+    counts = [(signatures != other).sum(1) for other in others]  # all at once: too much memory
+    return torch.stack(counts, 1) / signatures.shape[1]
+
+
+def _split(
+    failed: list[int], vectors: torch.Tensor, labels: torch.Tensor, signatures: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the states (n,d) of some behaviours in two, by 2-means.
+
+    Returns:
+        The new labels (n,), and the signature of each label.
+    """
+    labels, new_signatures = labels.clone(), [signatures]
+    count = len(signatures)
+    for label in failed:
+        rows = (labels == label).nonzero().flatten()
+        centered = vectors[rows].double()
+        centered = centered - centered.mean(0)
+        direction = torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -1]
+        is_second = centered @ direction > 0
+        for _ in range(10):
+            if is_second.all() or not is_second.any():
+                break
+            middles = torch.stack([centered[~is_second].mean(0), centered[is_second].mean(0)])
+            is_second = torch.cdist(centered, middles).argmin(1) == 1
+        if is_second.all() or not is_second.any():
+            continue
+        labels[rows[is_second]] = count
+        new_signatures.append(signatures[label : label + 1])
+        count += 1
+    return labels, torch.cat(new_signatures)
 
 
 class _SequenceEnds(NamedTuple):
-    """Answers, last tokens and states at the end of n training sequences of a run."""
+    """States at the end of n training sequences, and the model's behaviour after them."""
 
-    answers: torch.Tensor  # (n,)
-    pairs: torch.Tensor  # (n,2): answer and last token
-    states: dict[int, torch.Tensor]  # fixed-point layer → its states, (n,d)
+    batches: list[FPRNNState]  # states of the sequences
+    vectors: dict[int, torch.Tensor]  # layer → the numbers that centroids read, (n,d)
+    probes: torch.Tensor  # (p,PROBE_LENGTH)
+    signatures: torch.Tensor  # (n,m): the last prediction, then the predictions after each probe
+
+    @classmethod
+    def read(cls, run: LoadedRun, layers: list[int]) -> _SequenceEnds:
+        """Run the model on training sequences, and on the probes after their ends.
+
+        Raises:
+            ConfigError: If no sequence ends in an answer.
+        """
+        cfg, task, model = run.cfg, run.task, run.model
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(cfg.seed)
+        probes = torch.randint(task.vocab_size, (NUM_PROBES, PROBE_LENGTH), generator=generator)
+        batches, signatures = [], []
+        vectors: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        for number in range(NUM_BATCHES):
+            batch = task.batch(cfg.seed, "train", number, SEQUENCES_PER_BATCH, cfg.train.lengths)
+            ids, labels, mask = move_to_device(batch, device)
+            last_position = labels.new_full((len(ids), 1), ids.shape[1] - 1)
+            if mask is not None:
+                last_position = mask.sum(1, keepdim=True) - 1
+            rows = (labels.gather(1, last_position)[:, 0] != IGNORE).nonzero().flatten()
+            if not len(rows):
+                continue
+            output = model(input_ids=ids, attention_mask=mask, return_state=True)
+            prediction = output.logits.argmax(-1).gather(1, last_position)[rows]
+            state = output.state.select(rows)
+            continuation = _continue(model, state, probes.to(device))
+            batches.append(state)
+            signatures.append(torch.cat([prediction, continuation], 1).cpu())
+            for layer in layers:
+                block = model.backbone.layers[layer].block
+                vectors[layer].append(block.state_vector(state.layers[layer]).cpu())
+        if not batches:
+            raise ConfigError(
+                f"model.state_centroids: no sequence of {cfg.task.name} ends in an answer, which is"
+                " needed to compare how its states continue"
+            )
+        joined = {layer: torch.cat(parts) for layer, parts in vectors.items()}
+        return cls(batches, joined, probes, torch.cat(signatures))
+
+    def measure_alike(
+        self,
+        run: LoadedRun,
+        vectors: dict[int, torch.Tensor],
+        signatures: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        """Count the states that continue alike if they are read through centroids.
+
+        Args:
+            run: The run.
+            vectors: Layer → centroids (k,d).
+            signatures: Signature of each centroid, (k,m).
+            labels: Centroid of each sequence, (n,), or −1.
+
+        Returns:
+            For each centroid the number of states that continue alike, and of all, (k,2).
+        """
+        counts = torch.zeros(len(signatures), 2)
+        start = 0
+        for state in self.batches[:CHECKED_BATCHES]:
+            batch_labels = labels[start : start + len(state.stream_indices)]
+            start += len(batch_labels)
+            layers: list[Any] = list(state.layers)
+            for layer, centroids in vectors.items():
+                block = run.model.backbone.layers[layer].block
+                reader = Centroids(*centroids.shape).to(state.stream_indices.device)
+                initialize_centroids(reader, centroids)
+                read = reader(block.state_vector(layers[layer]), None)
+                layers[layer] = block.with_state_vector(layers[layer], read)
+            probes = self.probes.to(state.stream_indices.device)
+            read_state = state._replace(layers=tuple(layers))
+            continuation = _continue(run.model, read_state, probes).cpu()
+            is_labeled = batch_labels >= 0
+            batch_labels = batch_labels[is_labeled]
+            expected = signatures[batch_labels, 1:]
+            difference = (continuation[is_labeled] != expected).double().mean(1)
+            is_alike = (difference <= NEAR).float()
+            counts.index_add_(
+                0, batch_labels, torch.stack([is_alike, torch.ones_like(is_alike)], 1)
+            )
+        return counts
 
 
-@torch.no_grad()
-def _read_sequence_ends(source: LoadedRun) -> _SequenceEnds:
-    """Run the source's model on training sequences, and collect answers and states at their ends.
-
-    Raises:
-        ConfigError: If no sequence ends in an answer.
-    """
-    cfg, task, model = source.cfg, source.task, source.model
-    device = next(model.parameters()).device
-    pairs: list[torch.Tensor] = []
-    states: dict[int, list[torch.Tensor]] = {}
-    for number in range(NUM_BATCHES):
-        batch = task.batch(cfg.seed, "train", number, SEQUENCES_PER_BATCH, cfg.train.lengths)
-        ids, labels, mask = move_to_device(batch, device)
-        last_position = labels.new_full((len(ids), 1), ids.shape[1] - 1)
-        if mask is not None:
-            last_position = mask.sum(1, keepdim=True) - 1
-        answer = labels.gather(1, last_position)
-        token = ids.gather(1, last_position)
-        has_answer = answer[:, 0] != IGNORE
-        pairs.append(torch.cat([answer, token], dim=1)[has_answer].cpu())
-        state = model(input_ids=ids, attention_mask=mask, return_state=True).state
-        for layer, layer_state in enumerate(state.layers):
-            if isinstance(layer_state, BlockState):
-                states.setdefault(layer, []).append(layer_state.y[has_answer].cpu())
-    if not sum(map(len, pairs)):
-        raise ConfigError(
-            f"model.state_centroids: no sequence of {cfg.task.name} ends in an answer, which is"
-            " needed to group its states"
-        )
-    all_pairs = torch.cat(pairs)
-    all_states = {layer: torch.cat(batches) for layer, batches in states.items()}
-    return _SequenceEnds(all_pairs[:, 0], all_pairs, all_states)
+def _continue(model, state, probes):
+    """Return the predictions (n,p·PROBE_LENGTH) after each probe (p,PROBE_LENGTH) from n states."""
+    n = len(state.stream_indices)
+    rows = state.stream_indices.repeat_interleave(len(probes))
+    output = model(input_ids=probes.repeat(n, 1), state=state.select(rows), return_state=True)
+    return output.logits.argmax(-1).view(n, -1)

@@ -235,6 +235,11 @@ class Config(lm_schema.Run):
         lm_schema.check_updates(self)
         return self
 
+    @property
+    def defers_centroids(self) -> bool:
+        """True if the model gets its centroids only when the curriculum is over."""
+        return self.train.curriculum is not None and self.init_from is None
+
     @model_validator(mode="after")
     def _check_adversary(self) -> Self:
         if self.train.adversarial_noise:

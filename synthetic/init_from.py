@@ -11,7 +11,6 @@ from lm.common.files import write_json
 from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
 from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
-from synthetic import centroids
 from synthetic.build import LoadedRun, load_run
 from synthetic.config import Config, Task
 
@@ -52,14 +51,11 @@ class InitialWeights:
         self.match = match_weights(
             self.source, model, settings.partial, model.config.vocab_size, task_difference
         )
-        self.centroids = centroids.compute_centroids(
-            model, self.match.new, self.match.partners, source_run, task_difference
-        )
 
     def apply(self) -> list[str]:
         """Load the weights into the model, and return lines that describe them."""
         self.match.apply()
-        return self.match.describe() + centroids.set_centroids(self.model, self.centroids)
+        return self.match.describe()
 
     def write(self, run: RunDir) -> None:
         """Write a record of the loaded weights into the run directory."""

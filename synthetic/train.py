@@ -27,8 +27,10 @@ from lm.training.loop import Loop
 from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import tasks
-from synthetic.build import STATE, build_model, collect_tensors, find_newest_state
+from synthetic.build import STATE, LoadedRun, build_model, collect_tensors, find_newest_state
+from synthetic.centroids import MIN_SCORE, find_and_attach
 from synthetic.config import Config
+from synthetic.deferred_centroids import DeferredCentroids
 from synthetic.evaluate import (
     Answers,
     BatchTensors,
@@ -145,6 +147,7 @@ class Training(Loop):
         # Remember the peak learning rates: loading a checkpoint overwrites the groups' rates.
         self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.parameter_count = sum(p.numel() for p in self.model.parameters())
+        self.centroids = DeferredCentroids(self.model) if cfg.defers_centroids else None
         kappa = cfg.train.adversarial_noise
         self.adversary = Adversary(self.model, kappa) if kappa else None
 
@@ -193,13 +196,6 @@ class Training(Loop):
         for line in initial_weights.apply():
             say(f"init     {line}")
         initial_weights.write(self.run)
-        has_computed_centroids = any(new.vectors is not None for new in initial_weights.centroids)
-        if has_computed_centroids:
-            score = self._measure_validation(self.longest)["metrics"][self.task.headline]
-            say(
-                f"init     before training, {self.task.headline.replace('_', ' ')} is {score:.3f}"
-                f" at length {self.longest}"
-            )
 
     def _print_setup(self) -> None:
         """Print the run's task, model, kernels, solvers and optimizer."""
@@ -231,6 +227,8 @@ class Training(Loop):
 
     def load_state_dict(self, saved: dict) -> None:
         """Continue from a `state_dict`."""
+        if self.centroids is not None:
+            self.centroids.match(saved["model"])
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
@@ -477,8 +475,29 @@ class Training(Loop):
                 self._restrict_elements(min(2 * self.num_elements, self.task.vocab_size))
             self.batches = self._batches()
             self.state = None
+        elif self.centroids is not None and self.centroids.are_missing:
+            if score >= MIN_SCORE:
+                self._attach_centroids(self.centroids, score)
         elif score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
+
+    def _attach_centroids(self, centroids: DeferredCentroids, score: float) -> None:
+        """Find the centroids of the model and attach them, unless they lower its score by half.
+
+        Args:
+            centroids: The detached centroids.
+            score: Headline metric without them.
+        """
+        with self._autocast():
+            run = LoadedRun(self.cfg, self.task, self.model.eval(), self.precision)
+            description = find_and_attach(centroids, run)
+        if centroids.is_attached:
+            new_score = self._measure_validation(self.longest)["metrics"][self.task.headline]
+            description += f"; {self.task.headline} {score:.3f} before, {new_score:.3f} with them"
+            if new_score < score / 2:
+                centroids.set_attached(False)
+                description = f"none yet, because the score would fall: {description}"
+        say(f"centroids: {description}")
 
     def check_finite(self) -> None:
         """Check the weights and the optimizer's moments.

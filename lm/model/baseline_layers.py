@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from .fields import resolve_d_ff, resolve_n_heads
-from .layers import GroupNorm, ShortConv, without_autocast
+from .layers import GroupNorm, ShortConv, build_centroids, without_autocast
 from .state import Sequences, last_valid_tokens
 
 
@@ -237,18 +237,33 @@ class LSTMState(NamedTuple):
 
 
 class LSTM(PlainLayer):
-    """LSTM whose output is h_t. Each document starts from a zero state."""
+    """LSTM whose output is h_t. Each document starts from a zero state.
+
+    With centroids, token t continues from r(h_{t−1}, c_{t−1}) (layers.Centroids).
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.lstm = nn.LSTM(config.d_model, config.d_model, batch_first=True)
+        self.centroids = build_centroids(config, 2 * config.d_model)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         return [(self.config.d_model,), (self.config.d_model,)]
 
+    def state_vector(self, state: LSTMState) -> torch.Tensor:
+        """Return the vectors (b,2d) of a state that centroids read."""
+        return torch.cat([state.h, state.c], -1)
+
+    def with_state_vector(self, state: LSTMState, vector: torch.Tensor) -> LSTMState:
+        """Return a state with other vectors (b,2d)."""
+        return LSTMState(*vector.chunk(2, -1))
+
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, LSTMState | None]:
         zero = u.new_zeros(len(u), u.shape[-1])
         h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.get_state, ("h", "c")))
+        if self.centroids is not None:
+            output, h, c = self._run_by_token(u, h, c, seqs)
+            return output, self._end_state(h, c, seqs)
         # 1. Cut time wherever a document starts in some row.
         bounds = [0, u.shape[1]]
         if seqs.starts is not None:
@@ -256,16 +271,41 @@ class LSTM(PlainLayer):
         # 2. Run the LSTM over one piece after the other, (b,·,d) each.
         outputs = []
         for begin, end in itertools.pairwise(bounds):
-            if seqs.starts is not None:
-                is_continued = ~seqs.starts[:, begin, None]
-                h, c = h * is_continued, c * is_continued
+            h, c = self._start_documents(h, c, seqs, begin)
             lengths = None  # padding is on the right, so it affects only the final state
             if seqs.mask is not None and seqs.return_state:
                 lengths = seqs.mask[:, begin:end].sum(1)
             output, h, c = self._run_piece(u[:, begin:end], h, c, lengths)
             outputs.append(output)
-        state = LSTMState(h.detach().clone(), c.detach().clone()) if seqs.return_state else None
-        return torch.cat(outputs, 1), state
+        return torch.cat(outputs, 1), self._end_state(h, c, seqs)
+
+    def _end_state(self, h, c, seqs):
+        """Return the LSTMState after the last token, or None unless `seqs.return_state`."""
+        return LSTMState(h.detach().clone(), c.detach().clone()) if seqs.return_state else None
+
+    def _start_documents(self, h, c, seqs, t):
+        """Return h and c before token t (b,d), which are zero where a document starts."""
+        if seqs.starts is None:
+            return h, c
+        is_continued = ~seqs.starts[:, t, None]
+        return h * is_continued, c * is_continued
+
+    def _run_by_token(self, u, h, c, seqs):
+        """Return the outputs (b,l,d), and h and c after the last token, read through centroids.
+
+        h, c: The state before the first token, (b,d).
+        """
+        outputs = []
+        for t in range(u.shape[1]):
+            h, c = self._start_documents(h, c, seqs, t)
+            read_h, read_c = self.centroids(torch.cat([h, c], -1), None).chunk(2, -1)
+            output, *end = self._run_piece(u[:, t : t + 1], read_h, read_c, None)
+            if seqs.mask is not None:
+                is_token = seqs.mask[:, t, None]
+                end = [torch.where(is_token, new, old) for new, old in zip(end, (h, c))]
+            h, c = end
+            outputs.append(output)
+        return torch.cat(outputs, 1), h, c
 
     def _run_piece(self, u, h, c, lengths):
         """Return the outputs (b,l,d), and h and c (b,d) after the first `lengths` tokens.
@@ -287,7 +327,9 @@ class LSTM(PlainLayer):
         return output, torch.where(has_tokens, new_h, h), torch.where(has_tokens, new_c, c)
 
     def flops_per_token(self, length: int) -> int:
-        return 2 * 8 * self.config.d_model**2  # W and R of four gates
+        d = self.config.d_model
+        gates = 8 * d**2  # W and R of four gates
+        return 2 * gates + 4 * self.config.state_centroids * 2 * d  # scores, and the mean
 
 
 LOG_ZERO = -1e30  # the initial m, the log of zero; finite, so that differences are not NaN
@@ -309,6 +351,9 @@ class SLSTM(PlainLayer):
 
     and the output is out_proj(GroupNorm(y_t)). All W and R have one block per head. The forget gate
     is a sigmoid, one of the paper's two variants. m keeps the exponentials finite and cancels in y.
+
+    With centroids, token t continues from r(s_{t−1}) (layers.Centroids). The state s = (y, c / n,
+    log n + m) has all that later tokens depend on, and does not change with the choice of m.
     """
 
     def __init__(self, config: Any) -> None:
@@ -322,10 +367,20 @@ class SLSTM(PlainLayer):
         self.gate_bias = nn.Parameter(torch.empty(4, self.heads, e))
         self.group_norm = GroupNorm(self.heads, d)
         self.out_proj = nn.Linear(d, d, bias=False)
+        self.centroids = build_centroids(config, 3 * d)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         d = self.config.d_model
         return [(4, d), (self.config.d_conv - 1, d)]
+
+    def state_vector(self, state: SLSTMState) -> torch.Tensor:
+        """Return the vectors (b,3d) of a state that centroids read."""
+        return torch.cat(scale_free_state(*state.cell.unbind(1)), -1)
+
+    def with_state_vector(self, state: SLSTMState, vector: torch.Tensor) -> SLSTMState:
+        """Return a state with other vectors (b,3d)."""
+        y, ratio, log_n = vector.chunk(3, -1)
+        return state._replace(cell=torch.stack([y, ratio, torch.ones_like(y), log_n], 1))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
@@ -348,7 +403,8 @@ class SLSTM(PlainLayer):
                 if seqs.starts is not None:
                     is_start = seqs.starts[:, t, None]
                     state = [torch.where(is_start, zero, old) for zero, old in zip(empty, state)]
-                new_state = _slstm_step(inputs[t], recurrent, *state)
+                start = state if self.centroids is None else self._read_centroids(*state)
+                new_state = _slstm_step(inputs[t], recurrent, *start)
                 if seqs.mask is not None:
                     is_token = seqs.mask[:, t, None]
                     new_state = [
@@ -366,10 +422,31 @@ class SLSTM(PlainLayer):
             end = SLSTMState(cell.clone(), (tail,))
         return self.out_proj(y.to(u.dtype)), end
 
+    def _read_centroids(self, y, c, n, m):
+        """Return the y, c, n, m (h,b,e) from which a token continues; an empty state stays."""
+        is_empty = n == 0
+        parts = scale_free_state(y, c, n, m)
+        vectors = torch.cat([t.transpose(0, 1).flatten(1) for t in parts], -1)  # (b,3d)
+        y, ratio, log_n = (
+            t.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+            for t in self.centroids(vectors, None).chunk(3, -1)
+        )
+        return y, ratio, torch.where(is_empty, n, 1), torch.where(is_empty, m, log_n)
+
     def flops_per_token(self, length: int) -> int:
         c = self.config
         gates = 8 * c.d_model**2 // self.heads  # W and R of four gates, one block per head
-        return 2 * gates + 2 * c.d_model * (c.d_conv + c.d_model)
+        centroids = 4 * c.state_centroids * 3 * c.d_model  # scores, and the mean
+        return 2 * gates + 2 * c.d_model * (c.d_conv + c.d_model) + centroids
+
+
+def scale_free_state(
+    y: torch.Tensor, c: torch.Tensor, n: torch.Tensor, m: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return y, c / n and log n + m of an sLSTM's state; zeros for an empty state."""
+    is_empty = n == 0  # n ≥ 1 after a token
+    n = n.masked_fill(is_empty, 1)
+    return y, c / n, n.log() + m.masked_fill(is_empty, 0)
 
 
 def _empty_cell(u, dtype):

@@ -404,8 +404,8 @@ def _check_centroids(config, kind):
     count = config.state_centroids
     if count and "state_centroids" not in FIELDS_BY_KIND[kind]:
         raise ValueError(
-            f"state_centroids is {count}: it is only for fp_mamba1 and fp_mamba2, whose states all"
-            f" have the same norm, not for {kind}; leave it 0"
+            f"state_centroids is {count}: it is only for fp_mamba1, fp_mamba2, lstm, slstm and"
+            f" m2rnn, not for {kind}; leave it 0"
         )
     does_mixer_read_y = config.mixer_h_dep and config.mixer != "nonselective"
     if count and not (does_mixer_read_y or config.b_h_dep or config.c_h_dep or config.dt_h_dep):

@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from .baseline_layers import PlainLayer
-from .layers import RMSNorm, ShortConv, StepSize, is_hooked, without_autocast
+from .layers import (
+    Centroids,
+    RMSNorm,
+    ShortConv,
+    StepSize,
+    build_centroids,
+    is_hooked,
+    without_autocast,
+)
 from .scan import selective_scan, ssd_scan, try_kernel
 from .state import Sequences, last_valid_tokens
 
@@ -329,6 +337,9 @@ class M2RNN(ConvolvedLayer):
 
     and the output out_proj(RMSNorm(o ⊙ silu(z))). q, k and v pass a short convolution and silu. The
     forget gate of a head is f = exp(−exp(A_log) · softplus(· + dt_bias)).
+
+    With centroids, token t reads r(H_{t−1}) instead of H_{t−1} (layers.Centroids), with all heads
+    in one vector.
     """
 
     def __init__(self, config: Any) -> None:
@@ -344,11 +355,20 @@ class M2RNN(ConvolvedLayer):
         self.D = nn.Parameter(torch.empty(d))
         self.norm = RMSNorm(d, config.norm_epsilon)
         self.out_proj = nn.Linear(d, config.d_model, bias=False)
+        self.centroids = build_centroids(config, d * config.d_state)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         c = self.config
         width = c.d_inner + 2 * c.ngroups * c.d_state
         return [(self.heads, c.d_state, c.headdim), (c.d_conv - 1, width)]
+
+    def state_vector(self, state: ScanState) -> torch.Tensor:
+        """Return the vectors (b,h·n·p) of a state that centroids read."""
+        return state.h.flatten(1)
+
+    def with_state_vector(self, state: ScanState, vector: torch.Tensor) -> ScanState:
+        """Return a state with other vectors (b,h·n·p)."""
+        return state._replace(h=vector.view_as(state.h))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, ScanState | None]:
         cfg, d = self.config, self.config.d_inner
@@ -358,19 +378,18 @@ class M2RNN(ConvolvedLayer):
         z, vkq, gate = self.in_proj(u).split(self.widths, dim=-1)
         vkq, tail = self._convolve(vkq, seqs)
         v, k, q = vkq.to(wide).split([d, bc, bc], dim=-1)
-        # 2. Compute the inputs of the recurrence: k and q (b,l,h,n), v (b,l,h,p), and f (b,l,h),
-        #    which is 1 at padding and keeps the state.
+        # 2. Compute the inputs of the recurrence: k and q (b,l,h,n), v (b,l,h,p), and f (b,l,h).
         k, q = (
             t.unflatten(-1, (cfg.ngroups, -1)).repeat_interleave(self.heads // cfg.ngroups, 2)
             for t in (k, q)
         )
         dt = F.softplus(gate.to(wide) + self.dt_bias.to(wide))
-        forget = seqs.zero_padding(self._rates(wide) * dt).exp()  # f
+        forget = (self._rates(wide) * dt).exp()  # f
         with without_autocast(u):
             # 3. Run the recurrence; add the skip connection; gate and normalise.
             heads = v.unflatten(-1, (self.heads, -1))
             W = self.state_proj.to(wide)
-            o, h = m2rnn(q, k, heads, forget, W, seqs.get_state("h"), seqs.starts)
+            o, h = m2rnn(q, k, heads, forget, W, seqs, self.centroids)
             o = o.flatten(-2) + self.D.to(wide) * v
             o = self.norm(o * F.silu(z.to(wide)))
         return self.out_proj(o.to(z.dtype)), self._end_state(h, tail)
@@ -380,6 +399,7 @@ class M2RNN(ConvolvedLayer):
         convolved = d + 2 * c.ngroups * c.d_state
         matrices = c.d_model * (sum(self.widths) + d)
         recurrence = d * c.d_state * (2 * c.headdim + SCAN_FLOPS)  # H W, and the rest
+        recurrence += 4 * c.state_centroids * d * c.d_state  # scores, and the mean
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
@@ -389,8 +409,8 @@ def m2rnn(
     v: torch.Tensor,
     forget: torch.Tensor,
     W: torch.Tensor,
-    H: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
+    seqs: Sequences = Sequences(),  # noqa: B008
+    centroids: Centroids | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ), token by token.
 
@@ -400,21 +420,22 @@ def m2rnn(
         v: Values, (b,l,h,p).
         forget: Forget gates f, (b,l,h).
         W: Recurrent matrices, (h,p,p).
-        H: Initial state, (b,h,n,p); None is zero.
-        starts: True at tokens that start from an empty state, (b,l), or None.
+        seqs: Padding, which keeps the state, document starts and the state before the first token.
+        centroids: Centroids through which a token reads H_{t−1}, or None.
 
     Returns:
         H_tᵀ q_t (b,l,h,p) and the final state (b,h,n,p).
     """
-    if H is None:
-        H = q.new_zeros(len(q), *k.shape[2:], v.shape[-1])
-    H = H.to(q.dtype)
+    H = seqs.get_state("h")
+    H = q.new_zeros(len(q), *k.shape[2:], v.shape[-1]) if H is None else H.to(q.dtype)
     outputs = []
     for t in range(q.shape[1]):
-        if starts is not None:
-            H = H * ~starts[:, t, None, None, None]
+        if seqs.starts is not None:
+            H = H * ~seqs.starts[:, t, None, None, None]
+        before = H if centroids is None else centroids(H.flatten(1), None).view_as(H)
         outer = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
         f = forget[:, t, :, None, None]
-        H = f * H + (1 - f) * torch.tanh(H @ W + outer)
+        new = f * before + (1 - f) * torch.tanh(before @ W + outer)
+        H = new if seqs.mask is None else torch.where(seqs.mask[:, t, None, None, None], new, H)
         outputs.append((q[:, t].unsqueeze(-2) @ H).squeeze(-2))
     return torch.stack(outputs, 1), H

@@ -264,10 +264,11 @@ ARCHITECTURE = {
     "state_centroids": Field(
         0,
         Number(0, 65_536, is_whole=True),
-        "Number of learned vectors (centroids). Above 0, the mixer, B and C (and Δ with"
-        " `dt_h_dep`) do not read sh(y) but a mean of the centroids, weighted by their closeness"
-        " to sh(y) (docs/model.md#centroids). This corrects a state that has drifted from its"
-        " centroid. Only for `fp_mamba1` and `fp_mamba2`; no GPU kernel supports it.",
+        "Number of learned vectors (centroids) of every layer that can have them. Above 0, such a"
+        " layer does not read its state after the previous token but a mean of the centroids,"
+        " weighted by their closeness to this state (docs/model.md#centroids). This corrects a"
+        " state that has drifted from its centroid. Only for `fp_mamba1`, `fp_mamba2`, `lstm`,"
+        " `slstm` and `m2rnn`; no GPU kernel supports it.",
     ),
     "n_heads": Field(
         "auto",
@@ -500,11 +501,11 @@ FIELDS_BY_KIND = {
     "deltaproduct": (*_DELTA_FIELDS, "n_householder"),
     "kda": _DELTA_FIELDS,
     "rwkv7": ("n_heads", "headdim"),
-    "slstm": ("n_heads", "headdim"),
-    "m2rnn": ("expand", "d_state", "headdim", "ngroups"),
+    "slstm": ("n_heads", "headdim", "state_centroids"),
+    "m2rnn": ("expand", "d_state", "headdim", "ngroups", "state_centroids"),
     "attention": ("n_heads",),
     "mlp": ("d_ff",),
-    "lstm": (),
+    "lstm": ("state_centroids",),
 }
 # Short form of `model.name` → pattern, which is repeated n_layer times.
 STACKS = {

@@ -17,9 +17,9 @@ from torch import nn
 
 from .cell import TokenEquation
 from .layers import (
-    Centroids,
     Projection,
     affine_map,
+    build_centroids,
     collect_parameters,
     join_projections,
     padded_linear,
@@ -78,9 +78,15 @@ class FixedPointBlock(nn.Module):
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=False)
-        self.centroids = None
-        if config.state_centroids:
-            self.centroids = Centroids(config.state_centroids, d)
+        self.centroids = build_centroids(config, d)
+
+    def state_vector(self, state: BlockState) -> torch.Tensor:
+        """Return the vectors (b,d) of a state that centroids read."""
+        return state.y
+
+    def with_state_vector(self, state: BlockState, vector: torch.Tensor) -> BlockState:
+        """Return a state with other vectors (b,d)."""
+        return state._replace(y=vector)
 
     def forward(
         self,

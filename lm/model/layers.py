@@ -286,12 +286,14 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Centroids(nn.Module):
-    """Learned vectors c_i. Projections read r(sh(y)), a weighted mean of the c_i, instead of sh(y).
+    """Learned vectors c_i. A layer reads r(y), a weighted mean of the c_i, instead of its state y.
 
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 
-    and r = 0 at the first token of a document. A state near c_i is pulled to c_i, so small errors
-    do not add up. β is learned. There are k vectors.
+    and r(0) = 0, because only the state before the first token of a document is zero. A state near
+    c_i is pulled to c_i, so small errors do not add up. β is learned. There are k vectors. In
+    fixed-point blocks y is sh(y), and projections read it; in other layers y is the state after the
+    previous token, and the recurrence continues from r(y).
 
     Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with α from the
     squared distance.
@@ -317,7 +319,7 @@ class Centroids(nn.Module):
         """Read states through the centroids, in fp32 or wider.
 
         Args:
-            y: sh(y), (…,d); zero at the first token of a document. None: the call returns
+            y: The states, (…,d); zero at the first token of a document. None: the call returns
                 `maps(dtype)` for a kernel, because adapters and offloading only affect calls of the
                 module.
             noise: Noise that is added to the states before they are read, (…,d), or None.
@@ -328,9 +330,8 @@ class Centroids(nn.Module):
         """
         if y is None:
             return self.maps(dtype)
-        # In every block with centroids y is the output of a norm, so it is exactly zero only at the
-        # first token. Zero must not act as a centroid: it would attract states that lie between the
-        # others.
+        # The state is exactly zero only at the first token. Zero must not act as a centroid: it
+        # would attract states that lie between the others.
         has_token_before = y.detach().ne(0).any(-1, keepdim=True)
         wide_dtype = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):
@@ -338,6 +339,11 @@ class Centroids(nn.Module):
             noisy_y = (y if noise is None else y + noise).to(wide_dtype)
             alpha = torch.softmax(F.linear(noisy_y, keys, key_bias), -1) * has_token_before
             return (alpha @ values).to(y.dtype)
+
+
+def build_centroids(config: Any, d: int) -> Any:
+    """Return new Centroids of a layer whose state has d numbers; None without `state_centroids`."""
+    return Centroids(config.state_centroids, d) if config.state_centroids else None
 
 
 class Projection(NamedTuple):

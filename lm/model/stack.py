@@ -13,7 +13,7 @@ from .blocks import FPMamba1, FPMamba2, build_block
 from .delta import KDA, RWKV7, DeltaProduct, GatedDeltaNet, GatedDeltaProduct
 from .diagonal import M2RNN, Mamba, Mamba2, Mamba3
 from .fixed_point import FixedPointBlock
-from .layers import Orthogonal, RMSNorm, WNLinear
+from .layers import Centroids, Orthogonal, RMSNorm, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
 from .state import Sequences
 
@@ -120,6 +120,10 @@ def initialize(module: nn.Module, config: Any) -> None:
     elif isinstance(module, Orthogonal):
         init.zeros_(module.weight)
         init.orthogonal_(module.base)
+    elif isinstance(module, Centroids):
+        # About as long as the output of a fixed-point block's norm, √d_inner.
+        init.normal_(module.vectors)
+        init.constant_(module.log_sharpness, math.log(INITIAL_SHARPNESS))
     elif isinstance(module, LSTM):
         _initialize_lstm(module.lstm)
     elif isinstance(module, FixedPointBlock | PlainLayer):
@@ -133,10 +137,6 @@ def _initialize_block(module, cfg):
     if isinstance(module, FixedPointBlock):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
         _initialize_gates(module.mixer, cfg.mixer_gate_init_bias)
-        if module.centroids is not None:
-            # About as long as the output of the block's norm, √d_inner.
-            init.normal_(module.centroids.vectors)
-            init.constant_(module.centroids.log_sharpness, math.log(INITIAL_SHARPNESS))
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
         init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))

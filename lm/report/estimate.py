@@ -117,7 +117,17 @@ def _count_saved(layer: Layer, model: Model, solver: dict, on_gpu: bool) -> floa
     saved = SAVED.get(layer.kind) or _count_saved_by_fixed_point(layer_config, solver, on_gpu)
     saved += SAVED_PER_STATE.get(layer.kind, 0.0) * layer_config.d_state
     # A layer without `expand` was measured in a model with expand 2.
-    expand = layer_config.expand if "expand" in FIELDS_BY_KIND[layer.kind] else 2.0
+    fields = FIELDS_BY_KIND[layer.kind]
+    expand = layer_config.expand if "expand" in fields else 2.0
+    if layer_config.state_centroids and "state_centroids" in fields:
+        # The vector that is read (of size d_inner in a fixed-point layer), and the weights α.
+        d_inner = expand * model.d_model
+        vector_sizes = {
+            "lstm": 2 * model.d_model,
+            "slstm": 3 * model.d_model,
+            "m2rnn": d_inner * layer_config.d_state,
+        }
+        saved += (vector_sizes.get(layer.kind, d_inner) + layer_config.state_centroids) / d_inner
     return saved * expand / model.expand
 
 
@@ -128,10 +138,7 @@ def _count_saved_by_fixed_point(config: Model, solver: dict, on_gpu: bool) -> fl
     sequential_schedules = ("sequential",) if on_gpu else ("sequential", "auto")
     is_sequential = solver["token"] == "exact" and solver["schedule"] in sequential_schedules
     if has_low_rank and is_sequential:
-        saved = SAVED_SEQUENTIAL + config.mixer_rank - 1
-        if config.state_centroids:  # the vector that is read, and the weights α of the centroids
-            saved += 1 + config.state_centroids / (config.expand * config.d_model)
-        return saved
+        return SAVED_SEQUENTIAL + config.mixer_rank - 1
     if has_low_rank:
         return SAVED_WINDOWS + SAVED_PER_REFLECTION * (config.mixer_rank - 1)
     return SAVED_WINDOWS_FULL_RANK

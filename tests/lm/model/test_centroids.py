@@ -104,7 +104,7 @@ def test_vectors_start_as_long_as_a_state_and_do_not_decay():
 
 
 def test_what_cannot_read_through_them_is_refused():
-    with pytest.raises(ValueError, match="state_centroids is 4: it is only for fp_mamba1 and"):
+    with pytest.raises(ValueError, match=r"state_centroids is 4: it is only for .* not for fp_rnn"):
         FPRNNConfig(**SIZES, block="fp_rnn", state_centroids=4)
     alone = dict(mixer_h_dep=False, b_h_dep=False, c_h_dep=False)
     with pytest.raises(ValueError, match=r"nothing reads sh\(y\)"):

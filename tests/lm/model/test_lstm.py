@@ -21,10 +21,14 @@ def layer():
     return block
 
 
-def by_token(layer, u, h, c):
-    """Return the outputs (l,d) of one row u (l,d), and h and c after its last token."""
+def by_token(layer, u, h, c, read=lambda state: state):
+    """Return the outputs (l,d) of one row u (l,d), and h and c after its last token.
+
+    read: Function of the state (2d) of the token before.
+    """
     weights, outputs = dict(layer.lstm.named_parameters()), []
     for x in u:
+        h, c = read(torch.cat([h, c])).chunk(2)
         gates = weights["weight_ih_l0"] @ x + weights["bias_ih_l0"]
         gates = gates + weights["weight_hh_l0"] @ h + weights["bias_hh_l0"]
         i, f, g, o = gates.chunk(4)  # torch's order

@@ -12,22 +12,27 @@ from tests.lm.model.test_delta import SIZES
 from tests.lm.model.test_slstm import convolved
 
 
-def run_by_token(block, u, groups):
-    """Compute a layer with 8 heads of 8 channels and d_state 16 on a row u (l,32)."""
+def run_by_token(block, u, groups, read=lambda state: state):
+    """Compute a layer with 8 heads of 8 channels and d_state 16 on a row u (l,32).
+
+    read: Function of the H of all heads after the token before, (1024).
+    """
     n, heads, p = 16, 8, 8
     z, vkq, gate = (u @ block.in_proj.weight.T).split([64, 64 + 2 * groups * n, heads], dim=-1)
     v, k, q = convolved(vkq, block.conv1d).split([64, groups * n, groups * n], dim=-1)
     f = torch.exp(-torch.exp(block.A_log) * F.softplus(gate + block.dt_bias))
-    out = torch.zeros_like(v)
-    for head in range(heads):
-        first = n * (head // (heads // groups))
-        group = slice(first, first + n)  # channels of k and q that the head reads
-        channels = slice(p * head, p * head + p)
-        H = torch.zeros(n, p, dtype=u.dtype)
-        for t in range(len(u)):
-            new = torch.tanh(H @ block.state_proj[head] + torch.outer(k[t, group], v[t, channels]))
-            H = f[t, head] * H + (1 - f[t, head]) * new
-            out[t, channels] = H.T @ q[t, group]
+    H, outputs = torch.zeros(heads, n, p, dtype=u.dtype), []
+    for t in range(len(u)):
+        before, states = read(H.flatten()).view_as(H), []
+        for head in range(heads):
+            first = n * (head // (heads // groups))
+            group = slice(first, first + n)  # channels of k and q that the head reads
+            outer = torch.outer(k[t, group], v[t, p * head : p * head + p])
+            new = torch.tanh(before[head] @ block.state_proj[head] + outer)
+            states.append(f[t, head] * before[head] + (1 - f[t, head]) * new)
+            outputs.append(states[-1].T @ q[t, group])
+        H = torch.stack(states)
+    out = torch.cat(outputs).view_as(v)
     o = (out + block.D * v) * F.silu(z)
     o = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-5) * block.norm.weight
     return o @ block.out_proj.weight.T

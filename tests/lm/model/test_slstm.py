@@ -20,30 +20,32 @@ def convolved(u, conv1d):
     return F.silu(y)
 
 
-def run_by_token(block, u):
-    """Compute a layer with four heads on a row u (l,32), with exponentials that may overflow."""
-    convolved_u = convolved(u, block.conv1d)
-    out = torch.zeros_like(u)
-    for h in range(4):
-        channels = slice(8 * h, 8 * h + 8)
-        y, c, n = (torch.zeros(8, dtype=u.dtype) for _ in range(3))
-        for t in range(len(u)):
-            x_if, x_zo = convolved_u[t, channels], u[t, channels]
-            x = [x_if, x_if, x_zo, x_zo]  # inputs of the gates i, f, z, o
-            i, f, z, o = (
-                block.gates[g, h] @ x[g] + block.recurrent[g, h] @ y + block.gate_bias[g, h]
-                for g in range(4)
-            )
-            c = torch.sigmoid(f) * c + torch.exp(i) * torch.tanh(z)
-            n = torch.sigmoid(f) * n + torch.exp(i)
-            y = torch.sigmoid(o) * c / n
-            out[t, channels] = y
-        head = out[:, channels]
-        std = torch.sqrt(head.var(1, unbiased=False, keepdim=True) + 1e-5)
-        head = (head - head.mean(1, keepdim=True)) / std
-        norm = block.group_norm
-        out[:, channels] = head * norm.weight[channels] + norm.bias[channels]
-    return out @ block.out_proj.weight.T
+def run_by_token(block, u, read=None):
+    """Compute a layer with four heads on a row u (l,32), with exponentials that may overflow.
+
+    read: Function of the state (y, c / n, log n) of the token before, (96), or None.
+    """
+    inputs = torch.stack([*[convolved(u, block.conv1d)] * 2, u, u])  # of the gates i, f, z, o
+    y, c, n = (torch.zeros(32, dtype=u.dtype) for _ in range(3))
+    outputs = []
+    for t in range(len(u)):
+        if read is not None and t:
+            y, ratio, log_n = read(torch.cat([y, c / n, n.log()])).chunk(3)
+            c, n = ratio * log_n.exp(), log_n.exp()
+        heads = inputs[:, t].view(4, 4, 8), y.view(4, 8)  # (gate,h,e), (h,e)
+        i, f, z, o = (
+            torch.einsum("ghoe,ghe->gho", block.gates, heads[0])
+            + torch.einsum("ghoe,he->gho", block.recurrent, heads[1])
+            + block.gate_bias
+        ).flatten(1)
+        c = torch.sigmoid(f) * c + torch.exp(i) * torch.tanh(z)
+        n = torch.sigmoid(f) * n + torch.exp(i)
+        y = torch.sigmoid(o) * c / n
+        outputs.append(y)
+    heads = torch.stack(outputs).view(-1, 4, 8)
+    std = torch.sqrt(heads.var(2, unbiased=False, keepdim=True) + 1e-5)
+    normed = ((heads - heads.mean(2, keepdim=True)) / std).flatten(1)
+    return (normed * block.group_norm.weight + block.group_norm.bias) @ block.out_proj.weight.T
 
 
 @torch.no_grad()
