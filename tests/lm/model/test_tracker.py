@@ -23,11 +23,20 @@ def relative_distance(ours, theirs):
     return (distance / size).item()
 
 
+class FakeCudaBatch:
+    """The attributes of a batch on a GPU by which `auto` chooses."""
+
+    device, dtype = torch.device("cuda"), torch.float32
+
+    def __len__(self):
+        return 8
+
+
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Let `auto` choose as on a GPU without kernels."""
     real = strategies.choose_window_width
-    like = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    like = FakeCudaBatch()
     monkeypatch.setattr(strategies, "choose_window_width", lambda *args: real(*args[:-1], like))
 
 
