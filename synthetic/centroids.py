@@ -20,9 +20,10 @@ from lm.common.errors import ConfigError
 from lm.model.layers import Centroids
 from lm.model.state import FPRNNState
 from synthetic.build import LoadedRun
+from synthetic.config import Config
 from synthetic.deferred_centroids import DeferredCentroids
 from synthetic.evaluate import move_to_device
-from synthetic.tasks import IGNORE
+from synthetic.tasks import IGNORE, Task
 
 # Centroids enter a model after its curriculum, when the headline metric on validation data is at
 # least this. The states of a worse model are not yet worth keeping.
@@ -41,7 +42,8 @@ MIN_FREQUENCY = 1 / 16  # frequency of a behaviour relative to the most frequent
 # Initial sharpness β of the weights, for centroids of variance 1: 16 mixes several centroids in A5;
 # 64 and 1,000 are alike.
 SHARPNESS = 64.0
-FAR = 1e4  # every entry of an unused centroid: so far from all states that its weight is exactly 0
+# Every entry of an unused centroid. At this distance from the states its weight is exactly 0.
+FAR = 1e4
 # A behaviour is split if fewer of its states continue alike from their centroid. Measured: at least
 # 0.75 for every behaviour of A5, 0 for one of parity, whose states had two shapes.
 MIN_ALIKE = 0.65
@@ -61,8 +63,23 @@ class FoundCentroids(NamedTuple):
         return len(next(iter(self.vectors.values())))
 
 
+def check_task(cfg: Config, task: Task) -> None:
+    """Check that the rule can find states in the training data of a task.
+
+    Raises:
+        ConfigError: If no sequence of the first batch ends in an answer.
+    """
+    batch = task.batch(cfg.seed, "train", 0, SEQUENCES_PER_BATCH, cfg.train.lengths)
+    _, labels, mask = move_to_device(batch, "cpu")
+    if not len(_find_answered_rows(labels, mask)[1]):
+        raise ConfigError(
+            f"model.state_centroids: no sequence of {cfg.task.name} ends in an answer, so that the"
+            " states cannot be found: set it to 0"
+        )
+
+
 def find_and_attach(deferred: DeferredCentroids, run: LoadedRun) -> str:
-    """Find the centroids of a model, initialize and attach them, if there are enough of them.
+    """Find the centroids of a model, and attach them if `state_centroids` permits their number.
 
     Args:
         deferred: Centroids of the model's layers, detached.
@@ -71,17 +88,17 @@ def find_and_attach(deferred: DeferredCentroids, run: LoadedRun) -> str:
     Returns:
         A description of the centroids, or the reason for which they were not attached.
     """
-    found = find_centroids(run, list(deferred.modules))
+    result = find_centroids(run, list(deferred.modules))
     capacity = min(len(module.vectors) for module in deferred.modules.values())
-    if not 2 <= found.num_centroids <= capacity:
+    if not 2 <= result.num_centroids <= capacity:
         return (
-            f"none yet, because the model distinguishes {found.num_centroids} states and"
+            f"none yet, because the model distinguishes {result.num_centroids} states and"
             f" model.state_centroids permits 2 to {capacity}"
         )
     for layer, module in deferred.modules.items():
-        initialize_centroids(module, found.vectors[layer])
+        initialize_centroids(module, result.vectors[layer])
     deferred.set_attached(True)
-    return found.description
+    return result.description
 
 
 @torch.no_grad()
@@ -110,9 +127,6 @@ def find_centroids(run: LoadedRun, layers: list[int]) -> FoundCentroids:
     Args:
         run: The run.
         layers: Indices of layers that can have centroids.
-
-    Raises:
-        ConfigError: If no training sequence ends in an answer.
     """
     ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
@@ -232,6 +246,14 @@ def _split(
     return labels, torch.cat(new_signatures)
 
 
+def _find_answered_rows(labels, mask):
+    """Return the last position of each sequence (b,1), and the rows (·,) that end in an answer."""
+    last_position = labels.new_full((len(labels), 1), labels.shape[1] - 1)
+    if mask is not None:
+        last_position = mask.sum(1, keepdim=True) - 1
+    return last_position, (labels.gather(1, last_position)[:, 0] != IGNORE).nonzero().flatten()
+
+
 class _SequenceEnds(NamedTuple):
     """States at the end of n training sequences, and the model's behaviour after them."""
 
@@ -242,11 +264,7 @@ class _SequenceEnds(NamedTuple):
 
     @classmethod
     def read(cls, run: LoadedRun, layers: list[int]) -> _SequenceEnds:
-        """Run the model on training sequences, and on the probes after their ends.
-
-        Raises:
-            ConfigError: If no sequence ends in an answer.
-        """
+        """Run the model on training sequences, and on the probes after their ends."""
         cfg, task, model = run.cfg, run.task, run.model
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(cfg.seed)
@@ -256,10 +274,7 @@ class _SequenceEnds(NamedTuple):
         for number in range(NUM_BATCHES):
             batch = task.batch(cfg.seed, "train", number, SEQUENCES_PER_BATCH, cfg.train.lengths)
             ids, labels, mask = move_to_device(batch, device)
-            last_position = labels.new_full((len(ids), 1), ids.shape[1] - 1)
-            if mask is not None:
-                last_position = mask.sum(1, keepdim=True) - 1
-            rows = (labels.gather(1, last_position)[:, 0] != IGNORE).nonzero().flatten()
+            last_position, rows = _find_answered_rows(labels, mask)
             if not len(rows):
                 continue
             output = model(input_ids=ids, attention_mask=mask, return_state=True)
@@ -271,11 +286,6 @@ class _SequenceEnds(NamedTuple):
             for layer in layers:
                 block = model.backbone.layers[layer].block
                 vectors[layer].append(block.state_vector(state.layers[layer]).cpu())
-        if not batches:
-            raise ConfigError(
-                f"model.state_centroids: no sequence of {cfg.task.name} ends in an answer, which is"
-                " needed to compare how its states continue"
-            )
         joined = {layer: torch.cat(parts) for layer, parts in vectors.items()}
         return cls(batches, joined, probes, torch.cat(signatures))
 
@@ -307,8 +317,8 @@ class _SequenceEnds(NamedTuple):
                 block = run.model.backbone.layers[layer].block
                 reader = Centroids(*centroids.shape).to(state.stream_indices.device)
                 initialize_centroids(reader, centroids)
-                read = reader(block.state_vector(layers[layer]), None)
-                layers[layer] = block.with_state_vector(layers[layer], read)
+                vector = reader(block.state_vector(layers[layer]), None)
+                layers[layer] = block.with_state_vector(layers[layer], vector)
             probes = self.probes.to(state.stream_indices.device)
             read_state = state._replace(layers=tuple(layers))
             continuation = _continue(run.model, read_state, probes).cpu()

@@ -28,7 +28,7 @@ from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import tasks
 from synthetic.build import STATE, LoadedRun, build_model, collect_tensors, find_newest_state
-from synthetic.centroids import MIN_SCORE, find_and_attach
+from synthetic.centroids import MIN_SCORE, check_task, find_and_attach
 from synthetic.config import Config
 from synthetic.deferred_centroids import DeferredCentroids
 from synthetic.evaluate import (
@@ -148,6 +148,8 @@ class Training(Loop):
         self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.parameter_count = sum(p.numel() for p in self.model.parameters())
         self.centroids = DeferredCentroids(self.model) if cfg.defers_centroids else None
+        if self.centroids is not None and self.centroids.are_missing:
+            check_task(cfg, task)
         kappa = cfg.train.adversarial_noise
         self.adversary = Adversary(self.model, kappa) if kappa else None
 
@@ -534,6 +536,8 @@ class Training(Loop):
             "bars": judge_thresholds(cfg.thresholds, results),  # key of earlier versions
         }
         write_json(self.run.result, result)
+        if self.centroids is not None and self.centroids.are_missing:
+            say("note: the model has none of its centroids: it did not learn its task well enough")
         if note := describe_unfinished_curriculum(result, cfg):
             say(f"note: {note}")
         return result

@@ -190,7 +190,7 @@ def _list_backends(operation, device_type, requested):
         has_operation = operation in modules and _get_device_type(backend) == device_type
         if has_operation and (backend == requested or not needs_request):
             backends.append(backend)
-    # A backend of BACKENDS_BY_NAME_ONLY comes first: `find` leaves it out where it is slower.
+    # A backend of BACKENDS_BY_NAME_ONLY comes first: `find` omits it if it is slower.
     return sorted(backends, key=lambda b: (b != requested, b not in BACKENDS_BY_NAME_ONLY))
 
 

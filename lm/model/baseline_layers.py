@@ -284,7 +284,7 @@ class LSTM(PlainLayer):
         return LSTMState(h.detach().clone(), c.detach().clone()) if seqs.return_state else None
 
     def _start_documents(self, h, c, seqs, t):
-        """Return h and c before token t (b,d), which are zero where a document starts."""
+        """Return h and c before token t (b,d): zero in rows in which a document starts."""
         if seqs.starts is None:
             return h, c
         is_continued = ~seqs.starts[:, t, None]

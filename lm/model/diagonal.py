@@ -432,10 +432,10 @@ def m2rnn(
     for t in range(q.shape[1]):
         if seqs.starts is not None:
             H = H * ~seqs.starts[:, t, None, None, None]
-        before = H if centroids is None else centroids(H.flatten(1), None).view_as(H)
+        start = H if centroids is None else centroids(H.flatten(1), None).view_as(H)
         outer = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
         f = forget[:, t, :, None, None]
-        new = f * before + (1 - f) * torch.tanh(before @ W + outer)
+        new = f * start + (1 - f) * torch.tanh(start @ W + outer)
         H = new if seqs.mask is None else torch.where(seqs.mask[:, t, None, None, None], new, H)
         outputs.append((q[:, t].unsqueeze(-2) @ H).squeeze(-2))
     return torch.stack(outputs, 1), H

@@ -331,7 +331,7 @@ class Centroids(nn.Module):
         if y is None:
             return self.maps(dtype)
         # The state is exactly zero only at the first token. Zero must not act as a centroid: it
-        # would attract states that lie between the others.
+        # would attract states halfway between the others.
         has_token_before = y.detach().ne(0).any(-1, keepdim=True)
         wide_dtype = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):

@@ -1,13 +1,13 @@
 """Centroids that enter a model when its curriculum is over."""
 
-import json
-
 import pytest
 import torch
 
-from synthetic import centroids, config
+from lm.common.errors import ConfigError
+from synthetic import centroids
 from synthetic.build import LoadedRun, load_run
 from synthetic.deferred_centroids import DeferredCentroids
+from synthetic.tasks import IGNORE
 from synthetic.train import Training, train
 from tests.fabricated import TINY
 
@@ -20,18 +20,6 @@ TREE = {
     "log": {"every": 1},
     "checkpoint": {"every": 2, "keep": 8},
 }
-
-
-@pytest.fixture
-def make_cfg(tmp_path):
-    """Function of overrides that returns a config."""
-
-    def build(*overrides):
-        path = tmp_path / "c.yaml"
-        path.write_text(json.dumps(TREE))
-        return config.load(path, (f"out_dir={tmp_path / 'runs'}", *overrides))
-
-    return build
 
 
 @pytest.fixture
@@ -162,3 +150,17 @@ def test_centroids_that_lower_the_score_are_detached_again(make_cfg, three_state
     assert training.centroids.are_missing
     training._attach_centroids(training.centroids, score=0.7)
     assert training.centroids.is_attached
+
+
+def test_task_without_answers_at_the_end_is_refused_at_the_start(make_cfg, monkeypatch):
+    task_class = type(Training(make_cfg()).task)
+    real_batch = task_class.batch
+
+    def unanswered_batch(self, *args):
+        batch = real_batch(self, *args)
+        batch.labels[:, -1] = IGNORE
+        return batch
+
+    monkeypatch.setattr(task_class, "batch", unanswered_batch)
+    with pytest.raises(ConfigError, match="no sequence of word_problem ends in an answer"):
+        Training(make_cfg())

@@ -10,7 +10,7 @@ from lm.common.errors import BAD_CONFIG, ConfigError
 from lm.runs.checkpoint import CheckpointError, find_newest_checkpoint
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
-from synthetic import config, tasks
+from synthetic import tasks
 from synthetic.cli import main
 from synthetic.evaluate import evaluate_run
 from synthetic.results import describe_unfinished_curriculum
@@ -31,18 +31,6 @@ TREE = {
 
 
 ITERATED = ("solver.token=iterate", "solver.schedule=parallel")
-
-
-@pytest.fixture
-def make_cfg(tmp_path):
-    """Function of overrides that returns a config."""
-
-    def build(*overrides):
-        path = tmp_path / "c.yaml"
-        path.write_text(json.dumps(TREE))
-        return config.load(path, (f"out_dir={tmp_path / 'runs'}", *overrides))
-
-    return build
 
 
 def read_losses(run_dir: Path) -> list[float]:
