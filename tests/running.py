@@ -60,8 +60,9 @@ def run_alone(code, *args, cwd, **environment):
 
 def read_losses(run_dir):
     """Return the records of metrics.jsonl with a loss."""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if "loss" in r]
+    from lm.runs.metrics import read_metrics
+
+    return [record for record in read_metrics(run_dir) if "loss" in record]
 
 
 def start_ranks(module, arguments, processes, **environment):
