@@ -125,6 +125,12 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
         is_in_layers = any(kind in str(self.layers) for kind in FIXED_POINT_KINDS)
         return self.name == "fprnn" and (self.layers is None or is_in_layers)
 
+    @property
+    def has_state_noise(self) -> bool:
+        """True if a layer adds `solver.state_noise` to its state."""
+        is_lstm = "lstm" in self.name or "lstm" in str(self.layers)  # or sLSTM
+        return is_lstm or self.has_fixed_point
+
 
 class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
     """Solver and gradient of fixed-point layers: fields of FPRNNConfig.

@@ -249,10 +249,10 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
 
 def check_adversary(noise: float, model: Model) -> None:
     """Raise a ValueError if the model cannot train with this `train.adversarial_noise`."""
-    if not model.has_fixed_point:
+    if not model.has_state_noise:
         raise ValueError(
-            f"`train.adversarial_noise` is {noise}, but only fixed-point layers have such noise and"
-            f" {model.layers or model.name} has none: set it to 0"
+            f"`train.adversarial_noise` is {noise}, but only fixed-point layers, lstm and slstm"
+            f" have such noise and {model.layers or model.name} has none: set it to 0"
         )
     if model.gradient_checkpointing:
         raise ValueError(
@@ -267,9 +267,16 @@ def check_updates(cfg: Run) -> None:
     The schema does not check them, so that old runs of versions without this check still load.
 
     Raises:
-        ConfigError: If the warm-up is longer than the run or no whole number, the decay of `wsd`
-            does not fit after the warm-up, or the adversarial noise would never begin.
+        ConfigError: If no layer has state noise, the warm-up is longer than the run or no whole
+            number, the decay of `wsd` does not fit after the warm-up, or the adversarial noise
+            would never begin.
     """
+    if cfg.solver.state_noise and not cfg.model.has_state_noise:
+        raise ConfigError(
+            f"solver.state_noise is {cfg.solver.state_noise:g}, but only fixed-point layers, lstm"
+            f" and slstm have such noise and {cfg.model.layers or cfg.model.name} has none: set it"
+            " to 0"
+        )
     if isinstance(cfg, Config):
         _check_adversary_begins(cfg)
     optim, steps = cfg.optim, cfg.train.steps

@@ -412,9 +412,10 @@ SOLVER = {
     "state_noise": Field(
         0.0,
         Number(0),
-        "Largest standard deviation σ of Gaussian noise that is added to sh(y) in training"
+        "Largest standard deviation σ of Gaussian noise that is added in training to sh(y) of"
+        " fixed-point layers, and to the h and y that the gates of `lstm` and `slstm` read"
         " (docs/model.md#the-gradient). Each sequence draws its own standard deviation from U[0,"
-        " σ], in units of the normalized state (for `fp_rnn` in units of y).",
+        " σ], in units of the normalized state (1 for `fp_rnn`, `lstm` and `slstm`).",
     ),
 }
 

@@ -344,6 +344,11 @@ class FixedPointBlock(nn.Module):
 
     # The solver and the state.
 
+    @property
+    def noise_width(self) -> int:
+        """Numbers of the state noise of a token."""
+        return self.config.d_inner
+
     def get_settings(self, seqs: Sequences) -> Any:
         """Return the configuration whose solver fields apply to this pass."""
         return self.config if seqs.options.settings is None else seqs.options.settings
@@ -369,10 +374,7 @@ class FixedPointBlock(nn.Module):
 
     def _prepare_sequences(self, u, seqs):
         """Add the noise, the adjoint's norm and the valid cache of weights of this pass to seqs."""
-        if self.training:
-            options, sigma = seqs.options, self.get_settings(seqs).state_noise
-            noise = options.draw_noise(self, u, sigma, options.generators)
-            seqs = seqs._replace(noise=noise)
+        seqs = seqs.with_noise(self, u)
         if torch.is_grad_enabled():
             dtype = torch.promote_types(u.dtype, torch.float32)
             seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))

@@ -225,17 +225,18 @@ def draw_state_noise(
     """Draw the `state_noise` of a block: N(0, s²), with s drawn from U[0, σ] for every sequence.
 
     Args:
-        block: The fixed-point block.
+        block: A block whose `noise_width` n is above 0.
         u: Its input, (b,l,d_model).
-        sigma: σ, in units of the norm's output before its weights, whose rms is 1.
+        sigma: σ. Its unit is the norm's output before its weights, whose rms is 1; 1 for LSTM and
+            sLSTM, whose states are between −1 and 1.
         generators: As in `draw`.
 
     Returns:
-        Noise (b,l,d), or None for σ = 0.
+        Noise (b,l,n), or None for σ = 0.
     """
     if not sigma:
         return None
-    noise = draw(torch.randn, (*u.shape[:2], block.config.d_inner), u.device, generators)
+    noise = draw(torch.randn, (*u.shape[:2], block.noise_width), u.device, generators)
     return sigma * draw(torch.rand, (len(u), 1, 1), u.device, generators) * noise
 
 
@@ -257,7 +258,7 @@ class Sequences(NamedTuple):
     # State before the first token. A block that reads or returns a state needs right padding.
     state: BlockState | None = None
     return_state: bool = False  # whether the block returns its BlockState
-    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) (`state_noise`)
+    noise: torch.Tensor | None = None  # (b,l,n) added to the state that is read (`state_noise`)
     cache: WeightCache | None = None  # cached weights of the block
     options: SolveOptions = SolveOptions()
     adjoint_norm: torch.Tensor | None = None  # (b,) that the backward fills, see FixedPointStats
@@ -271,6 +272,18 @@ class Sequences(NamedTuple):
         """
         value = None if self.state is None else getattr(self.state, name)
         return value if value is None or index is None else value[index]
+
+    def with_noise(self, block: Any, u: torch.Tensor) -> "Sequences":
+        """Return the sequences with new state noise of a block with the input u (b,l,d_model).
+
+        The noise is None in evaluation.
+        """
+        if not block.training:
+            return self
+        options = self.options
+        settings = block.config if options.settings is None else options.settings
+        noise = options.draw_noise(block, u, settings.state_noise, options.generators)
+        return self._replace(noise=noise)
 
     def cut(self, start: int, end: int, state: Any) -> "Sequences":
         """Return the properties of tokens start ≤ t < end, with the state before them."""
@@ -375,9 +388,10 @@ class Adversary:
         """Create an adversary.
 
         Args:
-            model: Model in training mode with fixed-point layers.
-            size: Largest length of a token's vector, in units of √d_inner, the length of the
-                output of the block's norm. Every sequence draws its own length from U[0, size].
+            model: Model in training mode, with layers whose `noise_width` is above 0.
+            size: Largest length of a token's vector, in units of √noise_width. For fixed-point
+                layers this is the length of the norm's output. Every sequence draws its own length
+                from U[0, size].
         """
         self.model, self.size = model, size
         self.noise: dict[Any, torch.Tensor] = {}
@@ -394,7 +408,7 @@ class Adversary:
     def _record_noise(self, block, u, sigma, generators):
         noise = draw_state_noise(block, u, sigma, generators)
         if noise is None:
-            noise = torch.zeros(*u.shape[:2], block.config.d_inner, device=u.device)
+            noise = torch.zeros(*u.shape[:2], block.noise_width, device=u.device)
         self.noise[block] = noise.requires_grad_()
         return noise
 

@@ -127,7 +127,7 @@ class Engine:
             )
         noise_size = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, noise_size) if noise_size else None
-        self._has_solver = bool(model.fixed_point_blocks())
+        self._has_noise = any(layer.block.noise_width for layer in model.backbone.layers)
         # One per sequence of the current micro-batch (`_make_noise_generators`).
         self._noise_generators: list[torch.Generator] | None = None
         self.times = UpdateTimes(ranks.device)
@@ -163,12 +163,9 @@ class Engine:
     def forward(self, batch: Batch) -> ModelOutput:
         """Return the model's output, with its loss, for a micro-batch with shifted labels."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
-        context: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self._has_solver:
-            context = self.deepspeed.module.override_solve_options(
-                solve_context=self.times.measure_solve, generators=self._noise_generators
-            )
-        with context:
+        with self.deepspeed.module.override_solve_options(
+            solve_context=self.times.measure_solve, generators=self._noise_generators
+        ):
             return self.deepspeed(
                 input_ids=batch["input_ids"],
                 labels=batch["labels"],
@@ -243,9 +240,9 @@ class Engine:
         They are seeded by (seed, update, index of the sequence in the global batch), so that a
         sequence gets the same noise on any number of ranks and in micro-batches of any size.
         `micro_batch` is an index on this rank, `size` its number of sequences. A model without
-        fixed-point layers has no generators.
+        layers that have state noise has no generators.
         """
-        if not self._has_solver:
+        if not self._has_noise:
             return None
         start = (micro_batch * self.ranks.world_size + self.ranks.rank) * size
         update = self.deepspeed.global_steps
