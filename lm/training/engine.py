@@ -28,7 +28,6 @@ from lm.training.process_group import set_collective_timeouts
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
-    from lm.model.batch import FixedPointReport
 
 NO_TARGET = f"every label of its sequences is {IGNORED}, which is no target"
 Batch = dict[str, torch.Tensor]  # a micro-batch: input_ids and labels, shape (batch, length)
@@ -202,7 +201,8 @@ class Engine:
             is_last = i == len(batches) - 1
             self._noise_generators = self._make_noise_generators(i, len(batch["input_ids"]))
             with adversary.first_pass() if adversary else contextlib.nullcontext():
-                loss, report = self._forward_pass(batch, loss_weight)
+                loss, output = self._forward_pass(batch, loss_weight)
+            report = getattr(output, "fixed_point", None)
             if report is not None:
                 reports.append(report)
             mean_loss += loss.detach().float() / len(batches)
@@ -210,7 +210,7 @@ class Engine:
                 self._backward(loss, is_last)
             else:
                 self._backward(loss / 2, is_last=False)
-                has_failed = report is None  # of a model with fixed-point layers
+                has_failed = output is None
                 half_loss = self._second_pass(adversary, batch, loss_weight, has_failed)
                 self._backward(half_loss, is_last)
             keep_alive()
@@ -255,18 +255,15 @@ class Engine:
 
     def _forward_pass(
         self, batch: Batch, loss_weight: float
-    ) -> tuple[torch.Tensor, FixedPointReport | None]:
-        """Return the weighted loss of a micro-batch, and the report of its fixed-point layers.
-
-        The report is None if there are no such layers, or if the pass has failed.
-        """
+    ) -> tuple[torch.Tensor, ModelOutput | None]:
+        """Return the weighted loss of a micro-batch and the output; None if the pass has failed."""
         try:
             with self.times.measure("forward"):
                 output = self.forward(batch)
                 loss = output.loss * loss_weight
         except FloatingPointError as e:
             return self._nan_loss(e), None
-        return loss, getattr(output, "fixed_point", None)
+        return loss, output
 
     def _second_pass(
         self, adversary: Adversary, batch: Batch, loss_weight: float, has_failed: bool

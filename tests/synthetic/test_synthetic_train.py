@@ -293,7 +293,7 @@ ARITHMETIC = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5
         (["train.curriculum={start: 2, num_elements: 9}"], "has only 3 elements"),
         (["task.name=parity", "train.curriculum={start: 2, num_elements: 2}"], "only word_problem"),
         (["train.adversarial_noise=-1"], "train.adversarial_noise"),
-        (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has none: set it to 0"),
+        (["train.adversarial_noise=0.1", "model.name=mamba"], "mamba has none: set it to 0"),
         (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
         (["eval.seeds=[]"], "eval.seeds"),
         (["eval.seeds=[1,1]"], r"\[1, 1\] has a seed twice"),

@@ -97,6 +97,14 @@ def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, stage, n
     assert_close(records, expected, after=2)
 
 
+def test_noise_of_an_lstm_does_not_depend_on_micro_batches(tmp_path):
+    lstm = (*SETTINGS, "model.layers=lstm mamba")
+    expected = trace(run(tmp_path / "two", *lstm)[0])
+    assert_close(run(tmp_path / "one", *lstm, "train.micro_batch_size=1")[0], expected, after=0)
+    noiseless = (*lstm, "solver.state_noise=0", "train.adversarial_noise=0")
+    assert run(tmp_path / "noiseless", *noiseless)[0][0]["loss"] != expected[1][0]
+
+
 def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
     folder, _ = reference
     checkpoint = folder / "runs/tiny/checkpoints/step-000004"
