@@ -438,7 +438,8 @@ class SLSTM(PlainLayer):
                 noise = None
                 if seqs.noise is not None:
                     noise = seqs.noise[:, t].to(wide).unflatten(-1, (h, -1)).transpose(0, 1)
-                start = self._read_state(*state, noise)
+                y, c, n, m = state
+                start = self._read_state(y, c, n, m, noise)
                 new_state = _slstm_step(inputs[t], recurrent, *start)
                 if seqs.mask is not None:
                     is_token = seqs.mask[:, t, None]
