@@ -17,12 +17,18 @@ def check_lengths_and_thresholds(cfg: Config, task: tasks.Task, lengths: Sequenc
         lengths: Lengths of the final evaluation.
 
     Raises:
-        TaskError: If the task lacks a training length, a batch is invalid, or a threshold is
-            on a metric or a length that is not evaluated.
+        TaskError: If the task lacks a training length, a batch is invalid, the curriculum would
+            change the number of streams, or a threshold is on a metric or a length that is not
+            evaluated.
     """
     # 1. The task has all training lengths, and a batch fits its context and its data.
     shortest, longest = cfg.train.lengths
     curriculum = cfg.train.curriculum
+    if curriculum and curriculum.constant_tokens and task.streams:
+        raise tasks.TaskError(
+            f"train.curriculum.constant_tokens changes the batch size, and {cfg.task.name} needs the"
+            " same number of streams in every batch: set it to false"
+        )
     if curriculum:
         for length in range(curriculum.start, longest, curriculum.grow):
             task.check_length(length)

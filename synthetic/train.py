@@ -270,11 +270,13 @@ class Training(Loop):
         return self.seconds + (time.perf_counter() - self.fit_start)
 
     def _batches(self) -> Iterator[tasks.Batch]:
-        """Yield training batches from the next one on, with the current lengths."""
+        """Yield training batches from the next one on, with the current lengths and size."""
         lengths = min(self.shortest, self.longest), self.longest
-        cfg = self.cfg
+        seed, size, curriculum = self.cfg.seed, self.cfg.train.batch_size, self.cfg.train.curriculum
+        if curriculum and curriculum.constant_tokens:
+            size = size * self.full_length // self.longest
         for number in itertools.count(self.batch_number):
-            yield self.task.batch(cfg.seed, "train", number, cfg.train.batch_size, lengths)
+            yield self.task.batch(seed, "train", number, size, lengths)
 
     def _start_window(self) -> None:
         """Reset the sums over the updates since the last record."""

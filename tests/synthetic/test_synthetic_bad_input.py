@@ -55,6 +55,7 @@ def blocked(tmp_path):
         ("train.length=[9, 4]", "length [9, 4] is empty: the shortest length"),
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
+        ("train.curriculum={start: 2, constant_tokens: 2}", "`train.curriculum.constant_tokens`"),
         (
             "thresholds=[{metric: a, mim: 1}]",
             "unknown key `thresholds[0].mim`; did you mean `thresholds.min`?",

@@ -60,6 +60,16 @@ def test_training_lengths_cover_the_configured_range(make_cfg, curriculum, longe
     assert (min(lengths), max(lengths)) == (2, longest)
 
 
+def test_batches_of_short_sequences_can_have_as_many_tokens_as_long_ones(make_cfg):
+    curriculum = "train.curriculum={start: 2, grow: 3, constant_tokens: true}"
+    training = Training(make_cfg("train.length=8", "train.batch_size=6", curriculum))
+    shapes = []
+    for longest in (2, 5, 8):
+        training.longest = longest
+        shapes.append(tuple(next(training._batches()).input_ids.shape))
+    assert shapes == [(24, 2), (9, 5), (6, 8)]
+
+
 def test_probes_are_periodic_and_do_not_change_training(make_cfg):
     train(make_cfg("name=never", "log.probe_every=0"))
     train(make_cfg("name=often", "log.probe_every=3"))
