@@ -94,8 +94,8 @@ class Curriculum(Section):
     grow: int = Field(2, gt=0)
     min_accuracy: Fraction1 = 0.98
     num_elements: int | None = Field(None, gt=1)  # word_problem: elements at the start
-    # true: while sequences are shorter than the upper end of train.length, a batch has more of
-    # them, so that every update has equally many tokens
+    # true: while the current longest length is below the upper end of train.length, a batch has
+    # more sequences, so that its number of tokens stays the same
     constant_tokens: bool = False
 
 

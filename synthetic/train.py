@@ -115,6 +115,7 @@ class Training(Loop):
         # Progress of the run; a checkpoint contains all of it.
         self.batch_number = 0  # number of the next batch: above the updates after a rollback
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
+        self.next_search = 0  # the first update after which centroids may be searched again
         self.state: Any = None  # recurrent state that a stream carries from segment to segment
         self.shortest, self.full_length = cfg.train.lengths
         curriculum = cfg.train.curriculum
@@ -222,6 +223,7 @@ class Training(Loop):
             "longest": self.longest,
             "letters": self.num_elements,  # key of earlier versions, for their checkpoints
             "solved_at": self.solved_at,
+            "next_search": self.next_search,
             "state": self.state,
             "rollbacks": self.rollbacks,
             "rng": torch.get_rng_state(),
@@ -239,6 +241,7 @@ class Training(Loop):
         self.longest = saved["longest"]
         self._restrict_elements(saved.get("letters"))  # checkpoints of version 0.1 lack this key
         self.solved_at = saved["solved_at"]
+        self.next_search = saved.get("next_search", 0)  # earlier checkpoints lack this key
         self.state = saved["state"]
         self.rollbacks = saved["rollbacks"]
         torch.set_rng_state(saved["rng"].cpu())
@@ -480,8 +483,9 @@ class Training(Loop):
             self.batches = self._batches()
             self.state = None
         elif self.centroids is not None and self.centroids.are_missing:
-            if score >= MIN_SCORE:
+            if score >= MIN_SCORE and self.step >= self.next_search:
                 self._attach_centroids(self.centroids, score)
+                self.next_search = self.step + self.step // 10  # a search can take seconds
         elif score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 

@@ -22,7 +22,7 @@ from lm.config.old_keys import (
     rename_keys,
     replacement,
 )
-from lm.config.schema import INVISIBLE_CHARACTERS, Config, Run, check_updates
+from lm.config.schema import INVISIBLE_CHARACTERS, Config, Run, check_state_noise, check_updates
 from lm.config.yaml_text import load_tree, parse
 
 MAX_POINTS = 10_000  # of a sweep
@@ -202,7 +202,9 @@ def sweep_points(
     for point in points:  # find an invalid value now, not in task 37 of a job array
         candidate = copy.deepcopy(tree)
         set_point(candidate, point)
-        check_updates(build(candidate, origin, schema))
+        cfg = build(candidate, origin, schema)
+        check_updates(cfg)
+        check_state_noise(cfg)
     return points
 
 

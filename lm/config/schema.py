@@ -91,8 +91,8 @@ class Train(Section):
     # often. The run then continues with the data after the failure.
     max_rollbacks: int = Field(2, ge=0)
     # Largest norm of the adversarial noise on the state of a token, in units of √d_inner
-    # (lm.model.state.Adversary). If it is above 0, every update after data.curriculum has a second
-    # pass with this noise.
+    # (lm.model.state.Adversary; √d_model in lstm and slstm). If it is above 0, every update after
+    # data.curriculum has a second pass with this noise.
     adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
 
     @model_validator(mode="after")
@@ -261,15 +261,10 @@ def check_adversary(noise: float, model: Model) -> None:
         )
 
 
-def check_updates(cfg: Run) -> None:
-    """Check settings that depend on the number of updates.
+def check_state_noise(cfg: Run) -> None:
+    """Raise a ConfigError if `solver.state_noise` is above 0 and no layer of the model reads it.
 
-    The schema does not check them, so that old runs of versions without this check still load.
-
-    Raises:
-        ConfigError: If no layer has state noise, the warm-up is longer than the run or no whole
-            number, the decay of `wsd` does not fit after the warm-up, or the adversarial noise
-            would never begin.
+    The schema does not check it, so that old runs of versions without this check still load.
     """
     if cfg.solver.state_noise and not cfg.model.has_state_noise:
         raise ConfigError(
@@ -277,6 +272,17 @@ def check_updates(cfg: Run) -> None:
             f" and slstm have such noise and {cfg.model.layers or cfg.model.name} has none: set it"
             " to 0"
         )
+
+
+def check_updates(cfg: Run) -> None:
+    """Check settings that depend on the number of updates.
+
+    The schema does not check them, so that old runs of versions without this check still load.
+
+    Raises:
+        ConfigError: If the warm-up is longer than the run or no whole number, the decay of `wsd`
+            does not fit after the warm-up, or the adversarial noise would never begin.
+    """
     if isinstance(cfg, Config):
         _check_adversary_begins(cfg)
     optim, steps = cfg.optim, cfg.train.steps

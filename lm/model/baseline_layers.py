@@ -36,7 +36,7 @@ class PlainLayer(nn.Module):
     `count_iterations`, and returns None instead of FixedPointStats.
     """
 
-    noise_width = 0  # numbers of the state noise of a token; 0: the layer has none
+    noise_width = 0  # width of a token's state noise; 0: the layer has none
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class LSTM(PlainLayer):
     def _read_state(self, h, c, noise):
         """Return the h and c (b,d) from which a token continues. noise: (b,d) or None."""
         if self.centroids is None:
-            return h + noise, c
+            return h if noise is None else h + noise, c
         noise = None if noise is None else F.pad(noise, (0, c.shape[-1]))
         return self.centroids(torch.cat([h, c], -1), noise).chunk(2, -1)
 

@@ -413,9 +413,9 @@ SOLVER = {
         0.0,
         Number(0),
         "Largest standard deviation σ of Gaussian noise that is added in training to sh(y) of"
-        " fixed-point layers, and to the h and y that the gates of `lstm` and `slstm` read"
-        " (docs/model.md#the-gradient). Each sequence draws its own standard deviation from U[0,"
-        " σ], in units of the normalized state (1 for `fp_rnn`, `lstm` and `slstm`).",
+        " fixed-point layers, to h of `lstm` and to y of `slstm` (docs/model.md#the-gradient). Each"
+        " sequence draws its own standard deviation from U[0, σ], in units of the normalized state"
+        " (`fp_rnn`, `lstm` and `slstm` add the noise without scaling).",
     ),
 }
 

@@ -346,7 +346,7 @@ class FixedPointBlock(nn.Module):
 
     @property
     def noise_width(self) -> int:
-        """Numbers of the state noise of a token."""
+        """Width of a token's state noise."""
         return self.config.d_inner
 
     def get_settings(self, seqs: Sequences) -> Any:

@@ -227,8 +227,8 @@ def draw_state_noise(
     Args:
         block: A block whose `noise_width` n is above 0.
         u: Its input, (b,l,d_model).
-        sigma: σ. Its unit is the norm's output before its weights, whose rms is 1; 1 for LSTM and
-            sLSTM, whose states are between −1 and 1.
+        sigma: σ. Fixed-point blocks multiply the noise by the weights of their norm; LSTM and sLSTM
+            add it to states between −1 and 1.
         generators: As in `draw`.
 
     Returns:

@@ -170,7 +170,11 @@ def _construct(
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
     excluded = {"name", "vocab_size", "gradient_checkpointing"}
-    solver_fields = solver.model_dump() if model.name == "fprnn" else {}
+    solver_fields = {}
+    if model.name == "fprnn":
+        solver_fields = solver.model_dump()
+    elif model.has_state_noise:  # lstm and slstm
+        solver_fields = {"state_noise": solver.state_noise}
     model = expand_stack(model)
     try:
         config = FPRNNConfig(

@@ -13,7 +13,7 @@ import torch
 import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
-from lm.config.schema import Config, check_updates
+from lm.config.schema import Config, check_state_noise, check_updates
 from lm.data.sources.mixture import configs_by_source
 from lm.kernels import OPERATIONS, choose_backends, describe_backends, requested_backend
 from lm.training import init_from
@@ -119,13 +119,15 @@ def check_config(cfg: Config, world_size: int) -> Checked:
         world_size: Number of ranks.
 
     Raises:
-        ConfigError: If the warm-up, the sizes, DeepSpeed's JSON or `optim.lr_factors` are wrong.
+        ConfigError: If the warm-up, the state noise, the sizes, DeepSpeed's JSON or
+            `optim.lr_factors` are wrong.
         PathError, SourceError, DataError: As `check_inputs`.
         LoadError: If the source of `init_from` is damaged.
         BackendError: If FPRNN_KERNELS names unknown kernels.
     """
     requested_backend()  # raises BackendError
     check_updates(cfg)
+    check_state_noise(cfg)
     config = deepspeed_config(cfg, world_size)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     group_parameters(model, cfg.optim)

@@ -142,6 +142,17 @@ def test_centroids_wait_until_the_model_is_right(make_cfg, three_states, monkeyp
     assert not centroid_names(load_run(cfg.run_dir).model.state_dict())
 
 
+def test_a_search_without_success_is_repeated_after_a_tenth_more_updates(make_cfg, monkeypatch):
+    training, searches = Training(make_cfg()), []
+    training.fit_start = 0.0  # `fit` sets it
+    monkeypatch.setattr(training, "_attach_centroids", lambda *_: searches.append(training.step))
+    for step in range(100, 140, 5):
+        training.step = step
+        training._advance_or_stop(score=1.0)
+        training.load_state_dict(training.state_dict())  # as a resumed run
+    assert searches == [100, 110, 125]
+
+
 def test_centroids_that_lower_the_score_are_detached_again(make_cfg, three_states, monkeypatch):
     training = Training(make_cfg())
     monkeypatch.setattr(

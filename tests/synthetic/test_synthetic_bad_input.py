@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 S3 = str(ROOT / "configs/synthetic/small/s3.yaml")
 FIG3C = str(ROOT / "configs/synthetic/small/fig3c.yaml")
 QUICK = ("train.steps=2", "eval.lengths=4", "eval.examples=4", "thresholds=[]", "model.d_model=16")
+NOISELESS = ("train.adversarial_noise=0", "solver.state_noise=0")
 MONARCH = ("model.mixer=monarch", "model.mixer_rank=7")
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")
@@ -56,6 +57,7 @@ def blocked(tmp_path):
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
         ("train.curriculum={start: 2, constant_tokens: 2}", "`train.curriculum.constant_tokens`"),
+        ("model={layers: mamba}", "fixed-point layers, lstm and slstm have such noise"),
         (
             "thresholds=[{metric: a, mim: 1}]",
             "unknown key `thresholds[0].mim`; did you mean `thresholds.min`?",
@@ -80,7 +82,7 @@ def test_invalid_values_are_refused(capsys, tmp_path, override, message):
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
         (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
         (
-            ["model=transformer", "model.headdim=6", "train.adversarial_noise=0"],
+            ["model=transformer", "model.headdim=6", *NOISELESS],
             "model.headdim is 6: it must divide",
         ),
         (["model.vocab_size=2"], "model.vocab_size is 2, task `word_problem` has"),

@@ -11,6 +11,7 @@ from lm.runs.checkpoint import CheckpointError, find_newest_checkpoint
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic import tasks
+from synthetic.build import load_run
 from synthetic.cli import main
 from synthetic.evaluate import evaluate_run
 from synthetic.results import describe_unfinished_curriculum
@@ -443,3 +444,22 @@ def test_a5_trains_in_bf16_on_gpu(make_cfg):
     c = make_cfg("train.precision=bf16", *overrides)
     assert train(c)["updates"] == 50
     assert np.isfinite(read_losses(c.run_dir)).all()
+
+
+def test_constant_tokens_are_refused_for_unsuitable_tasks(make_cfg, monkeypatch):
+    overrides = "train.length=8", "train.curriculum={start: 2, constant_tokens: true}"
+    with pytest.raises(TaskError, match="tokens at length 2 and"):
+        Training(make_cfg("task={name: copy}", "eval.lengths=8", *overrides))
+    monkeypatch.setattr("synthetic.tasks.word_problem.WordProblem.streams", True)
+    with pytest.raises(TaskError, match="the same number of streams in every batch"):
+        Training(make_cfg(*overrides))
+
+
+def test_old_run_with_noise_that_no_layer_reads_still_loads(make_cfg):
+    cfg = make_cfg("model={name: mamba, d_model: 16}", "solver.state_noise=0")
+    train(cfg)
+    path = cfg.run_dir / "config.yaml"
+    text = path.read_text()
+    assert "state_noise: 0.0" in text
+    path.write_text(text.replace("state_noise: 0.0", "state_noise: 0.3"))
+    assert load_run(cfg.run_dir).cfg.solver.state_noise == 0.3

@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from lm.common.errors import ConfigError
-from lm.config.schema import Config, check_updates
+from lm.config.model import Model, Solver
+from lm.config.schema import Config, check_state_noise
 from lm.model.baseline_layers import LSTM, SLSTM, scale_free_state
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Adversary, Sequences
+from lm.training.build import STACKS, check_section
 
 SIGMA, LENGTH, D = 0.3, 9, 8
 KINDS = ("lstm", "slstm")
@@ -219,12 +221,21 @@ def test_layer_classes_have_noise(kind):
     assert {"lstm": LSTM, "slstm": SLSTM}[kind](FPRNNConfig(d_model=D)).noise_width == D
 
 
+@pytest.mark.parametrize("name", ["fprnn", *STACKS])
+def test_named_models_get_the_noise_if_a_layer_has_it(name):
+    section = Model(name=name, d_model=32, n_layer=1, n_heads=2 if name != "fprnn" else "auto")
+    model = check_section(section, Solver(state_noise=SIGMA), seq_len=8)
+    has_noise = any(layer.block.noise_width for layer in model.backbone.layers)
+    assert section.has_state_noise == has_noise
+    assert not has_noise or model.config.state_noise == SIGMA
+
+
 def test_noise_without_a_layer_for_it_is_refused():
     fields = {"name": "x", "data": {"source": "builtin"}, "solver": {"state_noise": 0.1}}
     cfg = Config(**fields, model={"name": "mamba"})
     with pytest.raises(
         ConfigError, match=r"solver\.state_noise is 0\.1, but only fixed-point layers"
     ):
-        check_updates(cfg)
+        check_state_noise(cfg)
     for model in ({"name": "lstm"}, {"layers": "slstm mamba", "n_layer": 2}, {}):
-        check_updates(Config(**fields, model=model))
+        check_state_noise(Config(**fields, model=model))
