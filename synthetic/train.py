@@ -543,7 +543,10 @@ class Training(Loop):
         }
         write_json(self.run.result, result)
         if self.centroids is not None and self.centroids.are_missing:
-            say("note: the model has none of its centroids: it did not learn its task well enough")
+            reason = (
+                "every search failed" if self.next_search else f"its score was below {MIN_SCORE}"
+            )
+            say(f"note: the model has none of its centroids: {reason}")
         if note := describe_unfinished_curriculum(result, cfg):
             say(f"note: {note}")
         return result

@@ -36,7 +36,7 @@ class PlainLayer(nn.Module):
     `count_iterations`, and returns None instead of FixedPointStats.
     """
 
-    noise_width = 0  # width of a token's state noise; 0: the layer has none
+    noise_width = 0  # width of a token's state noise; 0: no state noise
 
     def __init__(self, config: Any) -> None:
         super().__init__()

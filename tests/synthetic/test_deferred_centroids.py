@@ -77,6 +77,7 @@ def test_too_many_states_wait_for_a_later_validation(make_cfg, three_states, cap
     train(cfg)
     out = capsys.readouterr().out
     assert f"distinguishes 3 states and model.state_centroids permits 2 to {capacity}" in out
+    assert "none of its centroids: every search failed" in out
     assert not centroid_names(load_run(cfg.run_dir).model.state_dict())
 
 
@@ -138,7 +139,7 @@ def test_centroids_wait_until_the_model_is_right(make_cfg, three_states, monkeyp
     cfg = make_cfg()
     train(cfg)
     out = capsys.readouterr().out
-    assert "\ncentroids: " not in out and "the model has none of its centroids" in out
+    assert "\ncentroids: " not in out and "none of its centroids: its score was below" in out
     assert not centroid_names(load_run(cfg.run_dir).model.state_dict())
 
 

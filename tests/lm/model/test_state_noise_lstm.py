@@ -45,7 +45,7 @@ def tokens():
 
 
 def sample_noise(sigma=SIGMA, seed=2):
-    """Return the noise that a model of one layer draws in its first pass after this seed."""
+    """Return the noise that a one-layer model draws in its first pass after this seed."""
     torch.manual_seed(seed)
     noise = torch.randn(2, LENGTH, D)
     return sigma * torch.rand(2, 1, 1) * noise
@@ -92,7 +92,7 @@ def test_lstm_reads_the_noisy_h(centroids, returns_state):
 
 
 def slstm_step(block, gate_inputs, y, c, n, m):
-    """Return y, c, n, m (d,) after a token, of one head after the other."""
+    """Return y, c, n, m (d,) after a token, computed head by head."""
     parts = []
     for head in range(block.heads):
         e = slice(head * D // block.heads, (head + 1) * D // block.heads)
