@@ -133,9 +133,17 @@ def babi(tmp_path):
             "word_problem",
             ("train.curriculum={start: 4, min_accuracy: 0.0, num_elements: 2}", "eval.every=2"),
         ),
+        (
+            "word_problem",
+            ("train.curriculum={start: 1, grow: 1, min_accuracy: 0.0, constant_tokens: true}",),
+        ),
         ("catbabi", ("model.name=fprnn",)),
         ("catbabi", ("train.adversarial_noise=0.05",)),
         ("catbabi", ("model.name=lstm",)),
+        (
+            "catbabi",
+            ("model.name=lstm", "solver.state_noise=0.2", "train.adversarial_noise=0.05"),
+        ),
         ("catbabi", ("model.name=mamba",)),
     ],
     ids=str,
