@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
 from lm.config.schema import Config, check_state_noise
-from lm.model.baseline_layers import LSTM, SLSTM, scale_free_state
+from lm.model.baseline_layers import scale_free_state
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Adversary, Sequences
@@ -214,11 +214,6 @@ def test_second_pass_follows_the_gradient_of_the_first(kind, sigma):
     lengths = (drawn[0] - first).norm(dim=-1)
     assert lengths.max() <= size * D**0.5 and lengths.max() > 0
     assert adversarial_loss > loss_with(first.double())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_layer_classes_have_noise(kind):
-    assert {"lstm": LSTM, "slstm": SLSTM}[kind](FPRNNConfig(d_model=D)).noise_width == D
 
 
 @pytest.mark.parametrize("name", ["fprnn", *STACKS])
