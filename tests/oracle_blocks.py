@@ -139,10 +139,10 @@ class Mamba(Block):
             return previous
         if not previous.any():  # the first token
             return torch.zeros_like(previous)
-        vectors, sharpness = self.p["centroids.vectors"], self.p["centroids.log_sharpness"].exp()
-        distances = torch.stack([(previous - c).square().sum() for c in vectors]) / len(previous)
-        weights = torch.exp(-sharpness * distances / 2)
-        return (weights / weights.sum()) @ vectors
+        keys, key_bias = self.p["centroids.keys"], self.p["centroids.key_bias"]
+        scores = torch.stack([key @ previous + bias for key, bias in zip(keys, key_bias)])
+        weights = torch.exp(scores - scores.max())
+        return (weights / weights.sum()) @ self.p["centroids.vectors"]
 
     def read_from(self, name, rows, previous):
         """Apply rows of a weight-normalised map to sh(y)."""

@@ -288,30 +288,26 @@ class GroupNorm(nn.GroupNorm):
 class Centroids(nn.Module):
     """Learned vectors c_i. A layer reads r(y), a weighted mean of the c_i, instead of its state y.
 
-        r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
+        r(y) = Σ_i α_i c_i,    α = softmax(K y + b),
 
-    and r(0) = 0, because only the state before the first token of a document is zero. A state near
-    c_i is pulled to c_i, so small errors do not add up. β is learned. There are k vectors. In
-    fixed-point blocks y is sh(y), and projections read it; in other layers y is the state after the
-    previous token, and the recurrence continues from r(y).
+    and r(0) = 0, because only the state before the first token of a document is zero. K and b are
+    learned: a linear classifier that decides which c_i a state belongs to. A state that has drifted
+    from c_i is replaced by c_i, so small errors do not add up. There are k vectors. In fixed-point
+    blocks y is sh(y), and projections read it; in other layers y is the state after the previous
+    token, and the recurrence continues from r(y).
 
-    Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with α from the
-    squared distance.
+    Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with separate keys.
     """
 
     def __init__(self, k: int, d: int) -> None:
         super().__init__()
         self.vectors = nn.Parameter(torch.empty(k, d))  # c
-        self.log_sharpness = nn.Parameter(torch.empty(1))  # log β
+        self.keys = nn.Parameter(torch.empty(k, d))  # K
+        self.key_bias = nn.Parameter(torch.empty(k))  # b
 
     def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys (k,d), key_bias (k,) and values (k,d) in `dtype`.
-
-        They define r(y) = softmax(keys y + key_bias) values.
-        """
-        c = self.vectors.to(dtype)
-        scale = self.log_sharpness.to(dtype).exp() / c.shape[-1]
-        return scale * c, -scale * c.square().sum(-1) / 2, c
+        """Return keys (k,d), key_bias (k,) and vectors (k,d) in `dtype`."""
+        return self.keys.to(dtype), self.key_bias.to(dtype), self.vectors.to(dtype)
 
     def forward(
         self, y: torch.Tensor | None, noise: torch.Tensor | None, dtype: torch.dtype = torch.float32
@@ -335,10 +331,10 @@ class Centroids(nn.Module):
         has_token_before = y.detach().ne(0).any(-1, keepdim=True)
         wide_dtype = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):
-            keys, key_bias, values = self.maps(wide_dtype)
+            keys, key_bias, vectors = self.maps(wide_dtype)
             noisy_y = (y if noise is None else y + noise).to(wide_dtype)
             alpha = torch.softmax(F.linear(noisy_y, keys, key_bias), -1) * has_token_before
-            return (alpha @ values).to(y.dtype)
+            return (alpha @ vectors).to(y.dtype)
 
 
 def build_centroids(config: Any, d: int) -> Any:

@@ -34,7 +34,7 @@ BASELINES = {
     "lstm": LSTM,
 }
 
-INITIAL_SHARPNESS = 16  # β of the centroids (layers.Centroids)
+CENTROID_SHARPNESS = 16  # factor of the initial keys and biases of centroids (layers.Centroids)
 
 
 class SolvesOnceLayer(GradientCheckpointingLayer):
@@ -123,7 +123,10 @@ def initialize(module: nn.Module, config: Any) -> None:
     elif isinstance(module, Centroids):
         # About as long as the output of a fixed-point block's norm, √d_inner.
         init.normal_(module.vectors)
-        init.constant_(module.log_sharpness, math.log(INITIAL_SHARPNESS))
+        # The largest weight belongs to the centroid at the smallest distance from the state.
+        scale = CENTROID_SHARPNESS / module.vectors.shape[-1]
+        init.copy_(module.keys, scale * module.vectors)
+        init.copy_(module.key_bias, -scale / 2 * module.vectors.square().sum(-1))
     elif isinstance(module, LSTM):
         _initialize_lstm(module.lstm)
     elif isinstance(module, FixedPointBlock | PlainLayer):

@@ -27,8 +27,9 @@ def three_states(monkeypatch):
     """Let the rule find three states in every model."""
 
     def find(run, layers):
-        vectors = torch.eye(3, run.model.config.d_inner)
-        return centroids.FoundCentroids(dict.fromkeys(layers, vectors), "3 centroids")
+        states = torch.eye(3, run.model.config.d_inner)
+        initial = centroids.compute_centroids(states, torch.arange(3), 3)
+        return centroids.FoundCentroids(dict.fromkeys(layers, initial), "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)
     monkeypatch.setattr("synthetic.train.MIN_SCORE", 0.0)  # attach whatever the model can do
@@ -50,7 +51,7 @@ def test_layer_has_no_centroids_before_the_end_of_the_curriculum(make_cfg):
 def test_run_without_a_curriculum_has_centroids_from_the_start(make_cfg, overrides):
     training = Training(make_cfg(*overrides))
     assert training.centroids is None
-    assert len(centroid_names(training.model.state_dict())) == 2
+    assert len(centroid_names(training.model.state_dict())) == 3
 
 
 def test_unused_centroids_have_no_weight_and_no_gradient(make_cfg, three_states):
@@ -58,17 +59,14 @@ def test_unused_centroids_have_no_weight_and_no_gradient(make_cfg, three_states)
     run = LoadedRun(training.cfg, training.task, training.model, "fp32")
     centroids.find_and_attach(training.centroids, run)
     module = training.model.backbone.layers[0].block.centroids
-    variance = module.vectors[:3].var(0, unbiased=False).mean().item()
-    sharpness = module.log_sharpness.exp().item()
-    assert sharpness == pytest.approx(centroids.SHARPNESS / variance, rel=1e-4)
     y = torch.randn(5, module.vectors.shape[1])
-    assert torch.equal(module.vectors[3], torch.full_like(module.vectors[3], centroids.FAR))
+    assert not module.vectors[3].any()
     keys, key_bias, _ = module.maps(torch.float32)
     alpha = torch.softmax(y @ keys.T + key_bias, -1)
     assert (alpha[:, 3] == 0).all()
     module(y, None).square().sum().backward()
-    assert torch.equal(module.vectors.grad[3], torch.zeros_like(module.vectors[3]))
-    assert module.vectors.grad[:3].abs().sum() > 0
+    for parameter in module.parameters():
+        assert not parameter.grad[3].any() and parameter.grad[:3].abs().sum() > 0
 
 
 @pytest.mark.parametrize("capacity", [2, 1])
@@ -100,7 +98,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(make_cfg, three_states, monke
             train(parts)
     train(parts)
     final = [load_run(cfg.run_dir).model.state_dict() for cfg in (whole, parts)]
-    assert len(centroid_names(final[1])) == 2
+    assert len(centroid_names(final[1])) == 3
     assert all(torch.equal(final[1][name], final[0][name]) for name in final[0])
 
 
@@ -108,7 +106,7 @@ def test_rollback_to_an_earlier_checkpoint_detaches_the_centroids(make_cfg, thre
     training = Training(make_cfg())
     before = training.model.state_dict()
     training.centroids.set_attached(True)
-    assert len(centroid_names(training.model.state_dict())) == 2
+    assert len(centroid_names(training.model.state_dict())) == 3
     training.centroids.match(before)
     assert training.centroids.are_missing
     training.model.load_state_dict(before)

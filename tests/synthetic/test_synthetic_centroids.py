@@ -108,7 +108,7 @@ def test_all_states_of_a5_are_found_in_spite_of_mistakes(mistakes, jumps):
     run = make_run(Automaton(table, torch.arange(60), codes, mistakes, jumps))
     found = centroids.find_centroids(run, [0])
     assert found.num_centroids == 60
-    distances = torch.cdist(found.vectors[0], codes[0])
+    distances = torch.cdist(found.layers[0].vectors, codes[0])
     assert sorted(distances.argmin(1).tolist()) == list(range(60))
     assert distances.min(1).values.max() < (0.2 if mistakes < 0.01 else 1)
     assert found.description.startswith("60 centroids, from 3,072 states with ")
@@ -139,7 +139,7 @@ def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
     codes = torch.stack([shapes, shapes.flip(0)])
     found = centroids.find_centroids(make_run(Automaton(table, torch.arange(2), codes)), [0])
     assert found.num_centroids == 4
-    assert sorted(found.vectors[0].round().tolist()) == [[-3, 5], [-3, 5], [3, 5], [3, 5]]
+    assert sorted(found.layers[0].vectors.round().tolist()) == [[-3, 5], [-3, 5], [3, 5], [3, 5]]
     assert "2 of them frequent, with states of 4 shapes; from their centroids 100.0%" in (
         found.description
     )
@@ -156,9 +156,46 @@ def test_rare_signatures_join_a_near_one_or_none():
     assert len(centroids.merge_signatures(near_and_frequent).signatures) == 2
 
 
-def test_means_leave_out_unlabeled_states():
+def test_centroids_ignore_unlabeled_states():
     states, labels = torch.tensor([[1.0], [3.0], [8.0], [100.0]]), torch.tensor([0, 0, 1, -1])
-    assert centroids.compute_means(states, labels, 2).tolist() == [[2.0], [8.0]]
+    assert centroids.compute_centroids(states, labels, 2).vectors.tolist() == [[2.0], [8.0]]
+
+
+def test_scores_are_mahalanobis_distances():
+    """States vary 100 times more in one direction, so their nearest mean is often wrong."""
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(7, 6, generator=generator).double()
+    labels = torch.arange(7).repeat(600)
+    deviations = torch.randn(4200, 6, generator=generator).double()
+    deviations = deviations @ torch.diag(torch.tensor([10.0] + [0.1] * 5).double())
+    rotation = torch.linalg.qr(torch.randn(6, 6, generator=generator).double()).Q
+    states = means[labels] + deviations @ rotation
+    found = centroids.compute_centroids(states, labels, 7)
+    assert (torch.cdist(states, means).argmin(1) == labels).double().mean() < 0.5
+    scores = states @ found.keys.T + found.key_bias
+    assert (scores.argmax(1) == labels).double().mean() > 0.95
+
+    # The scores of y, computed with an explicit inverse and the sharpness.
+    mean = torch.stack([states[labels == i].mean(0) for i in range(7)])
+    covariance = (states - mean[labels]).T @ (states - mean[labels]) / 4200
+    between = (mean - mean.mean(0)).T @ (mean - mean.mean(0)) / 7
+    added = centroids.SHRINKAGE * covariance.trace() + 1e-3 * between.trace()
+    inverse = torch.linalg.inv(covariance + added / 6 * torch.eye(6))
+    scale = centroids.SHARPNESS / (inverse @ between).trace()
+    y = states[:5]
+    deviation = y[:, None] - mean
+    expected = -scale / 2 * torch.einsum("nki,ij,nkj->nk", deviation, inverse, deviation)
+    torch.testing.assert_close(
+        scores[:5] - scores[:5, :1], expected - expected[:, :1], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_states_that_do_not_vary_within_their_labels_are_recognized():
+    states = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 2.0], [1.0, 1.0, 2.0]])
+    found = centroids.compute_centroids(states, torch.arange(3), 3)
+    scores = states @ found.keys.T + found.key_bias
+    assert torch.isfinite(found.keys).all()
+    assert torch.softmax(scores, 1).diagonal().min() > 0.99
 
 
 def test_ends_are_read_at_the_last_token_of_padded_rows(tmp_path, monkeypatch):
@@ -204,7 +241,7 @@ def test_an_lstm_reads_the_states_that_it_distinguishes(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(json.dumps(tree))
     cfg = config.load(tmp_path / "c.yaml", (f"out_dir={tmp_path}",))
     assert train(cfg)["eval"][0]["metrics"]["sequence_accuracy"] > 0.9
-    vectors = load_run(cfg.run_dir).model.backbone.layers[0].block.centroids.vectors
-    k = int((vectors[:, 0] < centroids.FAR / 2).sum())
+    key_bias = load_run(cfg.run_dir).model.backbone.layers[0].block.centroids.key_bias
+    k = int((key_bias > centroids.UNUSED_BIAS / 2).sum())
     assert f"centroids: {k} centroids, from 3,072 states with" in capsys.readouterr().out
     assert 3 <= k < 32

@@ -23,24 +23,29 @@ def small(**fields):
     return FPRNNForCausalLM(FPRNNConfig(**{**SIZES, "state_centroids": 13, **fields}))
 
 
-def test_a_sharp_reading_is_the_nearest_vector_not_the_longest():
+def set_parameters(reading, vectors, keys, key_bias):
+    with torch.no_grad():
+        reading.vectors.copy_(torch.tensor(vectors))
+        reading.keys.copy_(torch.tensor(keys))
+        reading.key_bias.copy_(torch.tensor(key_bias))
+
+
+def test_keys_and_biases_select_the_vectors():
     reading = Centroids(3, 2)
-    with torch.no_grad():
-        reading.vectors.copy_(torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0]]))
-        reading.log_sharpness.fill_(math.log(1e4))
-    near = torch.tensor([[1.2, 0.3], [0.2, 1.4], [7.0, 8.0]])
-    torch.testing.assert_close(reading(near, None), reading.vectors[[0, 2, 1]])
-    with torch.no_grad():
-        reading.log_sharpness.fill_(-30.0)
-    torch.testing.assert_close(reading(near, None), reading.vectors.mean(0).expand(3, 2))
+    vectors = [[1.0, 0.0], [9.0, 9.0], [0.0, 1.0]]
+    set_parameters(reading, vectors, [[1e3, 0.0], [0.0, 1e3], [-1e3, 0.0]], [0.0, 0.0, 500.0])
+    states = torch.tensor([[1.0, 0.2], [0.1, 1.2], [0.2, 0.2]])
+    torch.testing.assert_close(reading(states, None), reading.vectors)
+    set_parameters(reading, vectors, [[0.0, 0.0]] * 3, [math.log(2), 0.0, math.log(3)])
+    expected = torch.tensor([[2 * 1.0 + 9.0, 9.0 + 3 * 1.0]]) / 6
+    torch.testing.assert_close(reading(states[:1], None), expected)
 
 
 def test_zero_is_read_where_no_token_is_before_and_nowhere_else():
     """A state between all centroids is nearest to zero, which must not capture it."""
     reading = Centroids(2, 2)
-    with torch.no_grad():
-        reading.vectors.copy_(torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-        reading.log_sharpness.fill_(math.log(1e4))
+    vectors = [[1.0, 1.0], [1.0, -1.0]]
+    set_parameters(reading, vectors, [[5e3, 5e3], [5e3, -5e3]], [0.0, 0.0])
     states = torch.tensor([[0.0, 0.0], [0.2, 0.1], [-0.1, -1.0]])
     for noise in (None, torch.full((3, 2), 0.01)):
         expected = torch.stack([torch.zeros(2), *reading.vectors])
@@ -95,12 +100,17 @@ def test_windows_read_the_noise_of_their_own_tokens(monkeypatch):
 
 
 def test_vectors_start_as_long_as_a_state_and_do_not_decay():
+    """The nearest vector has the largest weight."""
     model = small(state_centroids=500)
     reading = model.backbone.layers[0].block.centroids
     assert abs(reading.vectors.square().mean() - 1) < 0.05
-    assert reading.log_sharpness.exp().item() == pytest.approx(16)
+    states = torch.randn(9, 20)
+    scores = states @ reading.keys.T + reading.key_bias
+    squared_distances = torch.cdist(states, reading.vectors).square()
+    expected = -16 / 20 / 2 * (squared_distances - states.square().sum(1, keepdim=True))
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-3)
     names = [name for name, _ in model.named_parameters() if "centroids" in name]
-    assert len(names) == 2 and not any(map(has_weight_decay, names))
+    assert len(names) == 3 and not any(map(has_weight_decay, names))
 
 
 def test_what_cannot_read_through_them_is_refused():

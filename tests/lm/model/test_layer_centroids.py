@@ -13,7 +13,7 @@ COUNT = 5
 SIZES = dict(vocab_size=24, d_model=32, headdim=8, d_state=16, n_layer=1, state_centroids=COUNT)
 WIDTHS = {"lstm": 2 * 32, "slstm": 3 * 32, "m2rnn": 64 * 16}  # numbers of a state
 KINDS = pytest.mark.parametrize("kind", WIDTHS)
-NAMES = {"vectors", "log_sharpness"}
+NAMES = {"vectors", "keys", "key_bias"}
 
 
 def make_block(kind, **fields):
@@ -22,21 +22,19 @@ def make_block(kind, **fields):
     model = FPRNNForCausalLM(FPRNNConfig(**{**SIZES, "layers": kind, **fields})).double()
     block = model.backbone.layers[0].block
     for name, p in block.named_parameters():
-        torch.nn.init.normal_(p, std=0.4)
-        if name == "centroids.log_sharpness":
-            torch.nn.init.constant_(p, 2.0)
+        torch.nn.init.normal_(p, std=0.1 if name == "centroids.keys" else 0.4)
     return block
 
 
 def run_by_token(kind, block, u):
     """Compute a row u (l,32) token by token, without code of the layer."""
-    vectors, sharpness = block.centroids.vectors, block.centroids.log_sharpness.exp()
+    centroids = block.centroids
 
     def read(state):
         if not state.detach().any():
             return torch.zeros_like(state)
-        distances = (vectors - state).square().sum(1)
-        return torch.softmax(-sharpness * distances / 2 / len(state), 0) @ vectors
+        weights = torch.softmax(centroids.keys @ state + centroids.key_bias, 0)
+        return weights @ centroids.vectors
 
     if kind == "lstm":
         zero = u.new_zeros(32)
@@ -112,7 +110,8 @@ def test_new_centroids_are_random_and_counted(kind):
     without, block = (model.backbone.layers[0].block for model in models)
     assert without.centroids is None
     assert abs(block.centroids.vectors.square().mean() - 1) < 0.05
-    assert block.centroids.log_sharpness.exp().item() == pytest.approx(16)
+    scale = 16 / WIDTHS[kind]
+    torch.testing.assert_close(block.centroids.keys, scale * block.centroids.vectors)
     more = block.flops_per_token(9) - without.flops_per_token(9)
     assert more == 2 * 2 * 400 * WIDTHS[kind]  # two products
 

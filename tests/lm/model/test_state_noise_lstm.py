@@ -34,7 +34,8 @@ def model_of(kind, centroids=0, **fields):
     if kind == "slstm":  # zero at initialization, so that no gate would read the state
         torch.nn.init.normal_(block.recurrent, std=0.5)
     if centroids:
-        torch.nn.init.constant_(block.centroids.log_sharpness, 2.0)
+        torch.nn.init.normal_(block.centroids.keys, std=0.2)
+        torch.nn.init.normal_(block.centroids.key_bias)
     return model
 
 
@@ -58,8 +59,7 @@ def read_lstm(block, state, noise):
     if not h.any():
         return h, c
     vector = torch.cat([h + noise, c])
-    distances = (vector - block.centroids.vectors).square().sum(-1) / 2
-    weights = torch.softmax(-block.centroids.log_sharpness.exp() * distances / (2 * D), 0)
+    weights = torch.softmax(block.centroids.keys @ vector + block.centroids.key_bias, 0)
     return (weights @ block.centroids.vectors).chunk(2)
 
 
@@ -133,9 +133,8 @@ def test_slstm_reads_the_noisy_y(centroids):
             else:
                 vector = torch.cat(scale_free_state(y, c, n, m))
                 vector = vector + F.pad(noise[row, t], (0, 2 * D))
-                distances = (vector - block.centroids.vectors).square().sum(-1) / 2
-                sharpness = block.centroids.log_sharpness.exp() / (3 * D)
-                weights = torch.softmax(-sharpness * distances, 0)
+                scores = block.centroids.keys @ vector + block.centroids.key_bias
+                weights = torch.softmax(scores, 0)
                 read_y, ratio, log_n = (weights @ block.centroids.vectors).chunk(3)
                 start = read_y, ratio, torch.ones_like(y), log_n
             y, c, n, m = slstm_step(block, gate_inputs, *start)
