@@ -98,8 +98,8 @@ def find_and_attach(deferred: DeferredCentroids, run: LoadedRun) -> str:
     Returns:
         A description of the centroids, or the reason for which they were not attached.
     """
-    result = find_centroids(run, list(deferred.modules))
     capacity = min(len(module.vectors) for module in deferred.modules.values())
+    result = find_centroids(run, list(deferred.modules), capacity)
     if not 2 <= result.num_centroids <= capacity:
         return (
             f"none yet, because the model distinguishes {result.num_centroids} states and"
@@ -122,32 +122,34 @@ def initialize_centroids(module: Centroids, initial: InitialCentroids) -> None:
 
 
 @torch.no_grad()
-def find_centroids(run: LoadedRun, layers: list[int]) -> FoundCentroids:
-    """Find the centroids of a run's layers: mean states of the sequences that continue alike.
+def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCentroids:
+    """Find the centroids of a run's layers: a state for each behaviour of the model.
 
-    If states continue differently from their mean, they have several shapes in spite of their equal
-    behaviour. They are then split into shapes, each with its own mean.
+    If states continue differently from their centroid, they have several shapes in spite of their
+    equal behaviour. They are then split into shapes, each with its own centroid.
 
     Args:
         run: The run.
         layers: Indices of layers that can have centroids.
+        capacity: Maximum number of centroids after a split.
     """
     ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
-    labels, count = behaviours.labels, len(behaviours.signatures)
-    signatures, candidates = behaviours.signatures, []
+    labels, signatures, candidates = behaviours.labels, behaviours.signatures, []
     for _ in range(1 + MAX_SPLITS):
-        initial = {layer: compute_centroids(ends.vectors[layer], labels, count) for layer in layers}
+        mistakes = (ends.signatures != signatures[labels]).sum(1)  # of no use where labels are −1
+        initial = {
+            layer: compute_centroids(ends.vectors[layer], labels, mistakes) for layer in layers
+        }
         alike = ends.measure_alike(run, initial, signatures, labels)
         total = alike.sum(0)
         candidates.append((float(total[0] / total[1]), initial))
         share = alike[:, 0] / alike[:, 1].clamp_min(1)
         failed = (share < MIN_ALIKE).nonzero().flatten().tolist()
-        if not failed:
-            break
         joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
         labels, signatures = _split(failed, joined, labels, signatures)
-        count = len(signatures)
+        if not failed or len(signatures) > capacity:
+            break
     best_share = max(share for share, _ in candidates)
     share, initial = next(c for c in candidates if c[0] >= best_share - 0.01)  # the fewest
     count = len(next(iter(initial.values())).vectors)
@@ -203,37 +205,51 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     return Behaviours(majorities, labels[inverse], len(unique))
 
 
-def compute_centroids(states: torch.Tensor, labels: torch.Tensor, count: int) -> InitialCentroids:
-    """Compute the mean state of each label, and keys that recognize the label of a state.
+def compute_centroids(
+    states: torch.Tensor, labels: torch.Tensor, mistakes: torch.Tensor
+) -> InitialCentroids:
+    """Compute a centroid for each label of states, and keys that recognize the label of a state.
 
-    The scores of a state y are −s/2 (y − c_i)ᵀ Σ⁻¹ (y − c_i), up to a term that all c_i share: its
-    squared Mahalanobis distances from the means. Σ is the covariance of the states within their
-    labels, because a state can vary far more in directions that do not affect the model than in
-    those that separate the labels.
+    The centroid is the state with the fewest mistakes, and of these the nearest to the mean. The
+    mean itself can lie far from all states, and the model then continues wrongly from it.
+
+    The scores of a state y are −s/2 (y − m_i)ᵀ Σ⁻¹ (y − m_i), up to a term that all labels share:
+    its squared Mahalanobis distances from the means m_i. Σ is the covariance of the states within
+    their labels, because a state can vary far more in directions that do not affect the model than
+    in those that separate the labels.
 
     Args:
         states: The states, (n,d).
-        labels: Their labels, (n,), below `count`. States with label −1 are ignored.
-        count: The number k of labels, each of which has a state.
+        labels: Their labels, (n,), each number from 0 to k − 1 at least once. States with label −1
+            are ignored.
+        mistakes: Number of predictions after a state that differ from those of its label, (n,).
 
     Source: linear discriminant analysis (Fisher 1936), with a covariance that is shrunk.
     """
     is_labeled = labels >= 0
-    x, labels = states[is_labeled].double(), labels[is_labeled]
-    sums = x.new_zeros(count, x.shape[1]).index_add(0, labels, x)
-    means = sums / labels.bincount(minlength=count).unsqueeze(1)
+    x, labels, mistakes = states[is_labeled].double(), labels[is_labeled], mistakes[is_labeled]
+    counts = labels.bincount()
+    sums = x.new_zeros(len(counts), x.shape[1]).index_add(0, labels, x)
+    means = sums / counts.unsqueeze(1)
     center = means.mean(0)
     deviations = x - means[labels]
+
     covariance = deviations.T @ deviations / len(x)
     centered = means - center
     # The second term permits states that do not vary within their labels.
-    added = SHRINKAGE * covariance.trace() + 1e-3 * centered.square().sum() / count
+    added = SHRINKAGE * covariance.trace() + 1e-3 * centered.square().mean(0).sum()
     covariance.diagonal().add_((added / x.shape[1]).clamp_min(1e-12))
     keys = torch.linalg.solve(covariance, centered.T).T
-    mean_distance = (keys * centered).sum() / count
+    mean_distance = (keys * centered).sum(1).mean()
     keys *= SHARPNESS / mean_distance.clamp_min(1e-12)
     key_bias = -((means + center) * keys).sum(1) / 2
-    return InitialCentroids(*(t.to(states) for t in (means, keys, key_bias)))
+
+    # Sort by label, then mistakes, then distance: the first row of each label is its centroid.
+    order = deviations.square().sum(1).argsort(stable=True)
+    order = order[mistakes[order].argsort(stable=True)]
+    order = order[labels[order].argsort(stable=True)]
+    vectors = x[order[counts.cumsum(0) - counts]]
+    return InitialCentroids(*(t.to(states) for t in (vectors, keys, key_bias)))
 
 
 def _select_frequent(rows: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,9 @@ TREE = {
 def three_states(monkeypatch):
     """Let the rule find three states in every model."""
 
-    def find(run, layers):
+    def find(run, layers, capacity):
         states = torch.eye(3, run.model.config.d_inner)
-        initial = centroids.compute_centroids(states, torch.arange(3), 3)
+        initial = centroids.compute_centroids(states, torch.arange(3), torch.zeros(3))
         return centroids.FoundCentroids(dict.fromkeys(layers, initial), "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)

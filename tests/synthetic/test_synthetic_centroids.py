@@ -106,7 +106,7 @@ def test_all_states_of_a5_are_found_in_spite_of_mistakes(mistakes, jumps):
     table = make_group(5)
     codes = random_codes(table)
     run = make_run(Automaton(table, torch.arange(60), codes, mistakes, jumps))
-    found = centroids.find_centroids(run, [0])
+    found = centroids.find_centroids(run, [0], 99)
     assert found.num_centroids == 60
     distances = torch.cdist(found.layers[0].vectors, codes[0])
     assert sorted(distances.argmin(1).tolist()) == list(range(60))
@@ -119,7 +119,7 @@ def test_states_with_equal_behaviour_share_a_centroid():
     table = torch.tensor([[(s + t) % 3 + 3 * ((s + t) % 2) for t in range(3)] for s in range(6)])
     codes = random_codes(table[:3]).repeat(1, 2, 1) + 0.1 * random_codes(table, seed=2)
     run = make_run(Automaton(table, torch.arange(6) % 3, codes))
-    found = centroids.find_centroids(run, [0])
+    found = centroids.find_centroids(run, [0], 99)
     assert found.num_centroids == 3
     assert "with 3 different behaviours; from" in found.description
 
@@ -128,7 +128,7 @@ def test_states_that_only_a_later_token_distinguishes_are_found():
     """The answer is 1 after the word 0 1 1; states before it differ only in their continuations."""
     table = torch.tensor([[1, 0], [1, 2], [1, 3], [3, 3]])
     model = Automaton(table, torch.tensor([0, 0, 0, 1]), random_codes(table))
-    found = centroids.find_centroids(make_run(model, length=3), [0])
+    found = centroids.find_centroids(make_run(model, length=3), [0], 99)
     assert found.num_centroids == 4
 
 
@@ -137,12 +137,14 @@ def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
     table = torch.tensor([[0, 1], [1, 0]])
     shapes = torch.tensor([[3.0, 5.0], [-3.0, 5.0]])
     codes = torch.stack([shapes, shapes.flip(0)])
-    found = centroids.find_centroids(make_run(Automaton(table, torch.arange(2), codes)), [0])
+    found = centroids.find_centroids(make_run(Automaton(table, torch.arange(2), codes)), [0], 99)
     assert found.num_centroids == 4
     assert sorted(found.layers[0].vectors.round().tolist()) == [[-3, 5], [-3, 5], [3, 5], [3, 5]]
     assert "2 of them frequent, with states of 4 shapes; from their centroids 100.0%" in (
         found.description
     )
+    run = make_run(Automaton(table, torch.arange(2), codes))
+    assert centroids.find_centroids(run, [0], 3).num_centroids == 2
 
 
 def test_rare_signatures_join_a_near_one_or_none():
@@ -156,9 +158,10 @@ def test_rare_signatures_join_a_near_one_or_none():
     assert len(centroids.merge_signatures(near_and_frequent).signatures) == 2
 
 
-def test_centroids_ignore_unlabeled_states():
-    states, labels = torch.tensor([[1.0], [3.0], [8.0], [100.0]]), torch.tensor([0, 0, 1, -1])
-    assert centroids.compute_centroids(states, labels, 2).vectors.tolist() == [[2.0], [8.0]]
+def test_centroid_is_the_state_near_the_mean_that_makes_no_mistake():
+    states = torch.tensor([[1.0], [9.0], [2.0], [4.0], [8.0], [7.0], [100.0]])
+    labels, mistakes = torch.tensor([0, 1, 0, 0, 1, 1, -1]), torch.tensor([0, 3, 1, 0, 2, 2, 0])
+    assert centroids.compute_centroids(states, labels, mistakes).vectors.tolist() == [[1.0], [8.0]]
 
 
 def test_scores_are_mahalanobis_distances():
@@ -170,7 +173,7 @@ def test_scores_are_mahalanobis_distances():
     deviations = deviations @ torch.diag(torch.tensor([10.0] + [0.1] * 5).double())
     rotation = torch.linalg.qr(torch.randn(6, 6, generator=generator).double()).Q
     states = means[labels] + deviations @ rotation
-    found = centroids.compute_centroids(states, labels, 7)
+    found = centroids.compute_centroids(states, labels, torch.zeros(4200))
     assert (torch.cdist(states, means).argmin(1) == labels).double().mean() < 0.5
     scores = states @ found.keys.T + found.key_bias
     assert (scores.argmax(1) == labels).double().mean() > 0.95
@@ -192,7 +195,8 @@ def test_scores_are_mahalanobis_distances():
 
 def test_states_that_do_not_vary_within_their_labels_are_recognized():
     states = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 2.0], [1.0, 1.0, 2.0]])
-    found = centroids.compute_centroids(states, torch.arange(3), 3)
+    found = centroids.compute_centroids(states, torch.arange(3), torch.zeros(3))
+    assert torch.equal(found.vectors, states)
     scores = states @ found.keys.T + found.key_bias
     assert torch.isfinite(found.keys).all()
     assert torch.softmax(scores, 1).diagonal().min() > 0.99
