@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lm.common.console import Progress
 from lm.common.errors import ConfigError
 from lm.model.layers import Centroids
 from lm.model.state import FPRNNState
@@ -142,13 +143,15 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
             layer: compute_centroids(ends.vectors[layer], labels, mistakes) for layer in layers
         }
         alike = ends.measure_alike(run, initial, signatures, labels)
-        total = alike.sum(0)
-        candidates.append((float(total[0] / total[1]), initial))
+        total_share = float(alike[:, 0].sum() / alike[:, 1].sum())
+        candidates.append((total_share, initial))
         share = alike[:, 0] / alike[:, 1].clamp_min(1)
         failed = (share < MIN_ALIKE).nonzero().flatten().tolist()
+        if not failed or total_share >= 0.99:  # a split would be at most 0.01 better
+            break
         joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
         labels, signatures = _split(failed, joined, labels, signatures)
-        if not failed or len(signatures) > capacity:
+        if len(signatures) > capacity:
             break
     best_share = max(share for share, _ in candidates)
     share, initial = next(c for c in candidates if c[0] >= best_share - 0.01)  # the fewest
@@ -317,7 +320,9 @@ class _SequenceEnds(NamedTuple):
         probes = torch.randint(task.vocab_size, (NUM_PROBES, PROBE_LENGTH), generator=generator)
         batches, signatures = [], []
         vectors: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        progress = Progress("finding centroids", NUM_BATCHES, "batches")
         for number in range(NUM_BATCHES):
+            progress.update(number)
             batch = task.batch(cfg.seed, "train", number, SEQUENCES_PER_BATCH, cfg.train.lengths)
             ids, labels, mask = move_to_device(batch, device)
             last_position, rows = _find_answered_rows(labels, mask)

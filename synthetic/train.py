@@ -450,7 +450,7 @@ class Training(Loop):
             self.write(record)
             position = f"update {self.step:>6}  length {self.longest}{elements_text}"
             say(f"{position}: {format_scores(scores)}")
-            self._advance_or_stop(scores["metrics"][self.task.headline])
+        self._advance_or_stop(scores["metrics"][self.task.headline])
 
     def _measure_validation(self, length: int) -> dict:
         """Measure the model on validation data of a length."""
