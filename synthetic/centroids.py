@@ -39,13 +39,13 @@ PROBE_LENGTH = 2
 NEAR = 0.2
 RARE = 1 / 8
 MIN_FREQUENCY = 1 / 16  # frequency of a behaviour relative to the most frequent; rarer: mistakes
-# Initial difference of the scores of two centroids at their mean distance: 16 mixes several
-# centroids in A5; 64 and 1,000 are alike.
+# Initial mean difference between the scores of two centroids: 16 mixes several centroids in A5;
+# 64 and 1,000 are alike.
 SHARPNESS = 64.0
-# Bias of an unused centroid. Its weight is exactly 0.
-UNUSED_BIAS = -1e4
-# Multiple of the mean variance that is added to all variances within the states. Measured on two
-# LSTMs on A5: 0.03 to 0.1 classify most states correctly.
+UNUSED_BIAS = -1e4  # of an unused centroid, whose weight is then exactly 0
+# Multiple of the mean variance within the states that is added to each variance. Measured on LSTMs
+# and FP-Mamba: 0.03 to 0.1 classify most states correctly. Multiples of each variance itself are
+# not better on A5, and worse on S5 (0.87 instead of 0.90).
 SHRINKAGE = 0.1
 # A behaviour is split if fewer of its states continue alike from their centroid. Measured: at least
 # 0.75 for every behaviour of A5, 0 for one of parity, whose states had two shapes.
@@ -66,12 +66,8 @@ class FoundCentroids(NamedTuple):
     """Centroids of some layers of a model, found by its behaviour."""
 
     layers: dict[int, InitialCentroids]
+    num_centroids: int  # k
     description: str
-
-    @property
-    def num_centroids(self) -> int:
-        """The number k of centroids."""
-        return len(next(iter(self.layers.values())).vectors)
 
 
 def check_task(cfg: Config, task: Task) -> None:
@@ -132,35 +128,36 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
     Args:
         run: The run.
         layers: Indices of layers that can have centroids.
-        capacity: Maximum number of centroids after a split.
+        capacity: A split into more centroids is not tried.
     """
     ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
     labels, signatures, candidates = behaviours.labels, behaviours.signatures, []
+    if not len(signatures):
+        return FoundCentroids({}, 0, "no centroids")
     for _ in range(1 + MAX_SPLITS):
         mistakes = (ends.signatures != signatures[labels]).sum(1)  # of no use where labels are −1
-        initial = {
-            layer: compute_centroids(ends.vectors[layer], labels, mistakes) for layer in layers
-        }
-        alike = ends.measure_alike(run, initial, signatures, labels)
+        initial_centroids = compute_centroids(ends.vectors, labels, mistakes)
+        alike = ends.measure_alike(run, initial_centroids, signatures, labels)
         total_share = float(alike[:, 0].sum() / alike[:, 1].sum())
-        candidates.append((total_share, initial))
-        share = alike[:, 0] / alike[:, 1].clamp_min(1)
-        failed = (share < MIN_ALIKE).nonzero().flatten().tolist()
-        if not failed or total_share >= 0.99:  # a split would be at most 0.01 better
+        candidates.append((total_share, len(signatures), initial_centroids))
+        is_failed = (alike[:, 1] > 0) & (alike[:, 0] < MIN_ALIKE * alike[:, 1])
+        failed = is_failed.nonzero().flatten().tolist()
+        # If the share is 0.99, a split would be at most 0.01 better.
+        if not failed or total_share >= 0.99 or len(signatures) + len(failed) > capacity:
             break
         joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
         labels, signatures = _split(failed, joined, labels, signatures)
-        if len(signatures) > capacity:
-            break
-    best_share = max(share for share, _ in candidates)
-    share, initial = next(c for c in candidates if c[0] >= best_share - 0.01)  # the fewest
-    count = len(next(iter(initial.values())).vectors)
+    best_share = max(share for share, *_ in candidates)
+    share, count, initial_centroids = next(  # the fewest
+        candidate for candidate in candidates if candidate[0] >= best_share - 0.01
+    )
     shapes = ""
     if count > len(behaviours.signatures):
         shapes = f", {len(behaviours.signatures)} of them frequent, with states of {count} shapes"
     return FoundCentroids(
-        initial,
+        initial_centroids,
+        count,
         f"{count} centroids, from {len(ends.signatures):,} states with"
         f" {behaviours.unmerged_count:,} different behaviours{shapes}; from their centroids"
         f" {share:.1%} of the states continue alike",
@@ -205,54 +202,82 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     majorities = _select_frequent(majorities, nearest.bincount(minlength=len(majorities)))
     distances, labels = _differences(unique, majorities).min(1)
     labels[distances > 0.5] = -1
+    used, labels = labels.unique(return_inverse=True)  # a majority may be near to no signature
+    majorities, labels = majorities[used[used >= 0]], labels - int((used < 0).sum())
     return Behaviours(majorities, labels[inverse], len(unique))
 
 
 def compute_centroids(
-    states: torch.Tensor, labels: torch.Tensor, mistakes: torch.Tensor
-) -> InitialCentroids:
-    """Compute a centroid for each label of states, and keys that recognize the label of a state.
+    states: dict[int, torch.Tensor], labels: torch.Tensor, mistakes: torch.Tensor
+) -> dict[int, InitialCentroids]:
+    """Compute a centroid for each label, and keys that recognize the label of a state.
 
-    The centroid is the state with the fewest mistakes, and of these the nearest to the mean. The
-    mean itself can lie far from all states, and the model then continues wrongly from it.
-
-    The scores of a state y are −s/2 (y − m_i)ᵀ Σ⁻¹ (y − m_i), up to a term that all labels share:
-    its squared Mahalanobis distances from the means m_i. Σ is the covariance of the states within
-    their labels, because a state can vary far more in directions that do not affect the model than
-    in those that separate the labels.
+    The centroid is one of the states, in all layers that of the same sequence. The mean is no
+    centroid, because it can lie far from all states, and the model then continues wrongly from it.
+    States whose label the keys of the most layers recognize come first, then states with the fewest
+    mistakes, then states near the mean.
 
     Args:
-        states: The states, (n,d).
-        labels: Their labels, (n,), each number from 0 to k − 1 at least once. States with label −1
-            are ignored.
-        mistakes: Number of predictions after a state that differ from those of its label, (n,).
+        states: Layer → the states of n sequences, (n,d).
+        labels: Labels of the sequences, (n,), each number from 0 to k − 1 at least once. Sequences
+            with label −1 are ignored.
+        mistakes: Number of predictions after a sequence that differ from those of its label, (n,).
 
-    Source: linear discriminant analysis (Fisher 1936), with a covariance that is shrunk.
+    Returns:
+        Layer → its centroids.
     """
     is_labeled = labels >= 0
-    x, labels, mistakes = states[is_labeled].double(), labels[is_labeled], mistakes[is_labeled]
+    labels, mistakes = labels[is_labeled], mistakes[is_labeled]
+    states = {layer: x[is_labeled].double() for layer, x in states.items()}
+    classifiers = {layer: _fit_classifier(x, labels) for layer, x in states.items()}
+    wrong_count = torch.zeros_like(labels)  # layers whose keys do not recognize the label
+    distances = torch.zeros(len(labels)).double()
+    for layer, x in states.items():
+        means, keys, key_bias = classifiers[layer]
+        wrong_count += (x @ keys.T + key_bias).argmax(1) != labels
+        squared = (x - means[labels]).square().sum(1)
+        distances += squared / squared.mean().clamp_min(1e-12)
+    # Sort by label, then by the criteria: the first row of each label is its centroid.
+    order = distances.argsort(stable=True)
+    for criterion in (mistakes, wrong_count, labels):
+        order = order[criterion[order].argsort(stable=True)]
+    counts = labels.bincount()
+    rows = order[counts.cumsum(0) - counts]
+    return {
+        layer: InitialCentroids(x[rows].float(), *(t.float() for t in classifiers[layer][1:]))
+        for layer, x in states.items()
+    }
+
+
+def _fit_classifier(
+    x: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the means m_i of states (n,d) by labels (n,), and keys and biases of a classifier.
+
+    Score i of a state y is −s/2 times its squared Mahalanobis distance (y − m_i)ᵀ Σ⁻¹ (y − m_i)
+    from a mean, plus a term that is equal for all i; s makes the mean difference of two scores
+    SHARPNESS. Σ is the covariance of the states within their labels, because a state can vary far
+    more in directions that do not affect the model than in those that separate the labels.
+
+    Returns:
+        Means (k,d), keys (k,d) and biases (k,).
+
+    Source: regularized discriminant analysis (Friedman 1989), shrunk to a multiple of the identity.
+    """
     counts = labels.bincount()
     sums = x.new_zeros(len(counts), x.shape[1]).index_add(0, labels, x)
     means = sums / counts.unsqueeze(1)
     center = means.mean(0)
+    centered_means = means - center
     deviations = x - means[labels]
-
     covariance = deviations.T @ deviations / len(x)
-    centered = means - center
-    # The second term permits states that do not vary within their labels.
-    added = SHRINKAGE * covariance.trace() + 1e-3 * centered.square().mean(0).sum()
-    covariance.diagonal().add_((added / x.shape[1]).clamp_min(1e-12))
-    keys = torch.linalg.solve(covariance, centered.T).T
-    mean_distance = (keys * centered).sum(1).mean()
-    keys *= SHARPNESS / mean_distance.clamp_min(1e-12)
-    key_bias = -((means + center) * keys).sum(1) / 2
-
-    # Sort by label, then mistakes, then distance: the first row of each label is its centroid.
-    order = deviations.square().sum(1).argsort(stable=True)
-    order = order[mistakes[order].argsort(stable=True)]
-    order = order[labels[order].argsort(stable=True)]
-    vectors = x[order[counts.cumsum(0) - counts]]
-    return InitialCentroids(*(t.to(states) for t in (vectors, keys, key_bias)))
+    # The second term keeps Σ invertible if states do not vary within their labels.
+    ridge = SHRINKAGE * covariance.trace() + 1e-3 * centered_means.square().mean(0).sum()
+    covariance.diagonal().add_((ridge / x.shape[1]).clamp_min(1e-12))
+    keys = torch.linalg.solve(covariance, centered_means.T).T
+    mean_squared_distance = (keys * centered_means).sum(1).mean()
+    keys *= SHARPNESS / mean_squared_distance.clamp_min(1e-12)
+    return means, keys, -((means + center) * keys).sum(1) / 2
 
 
 def _select_frequent(rows: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
@@ -280,7 +305,7 @@ def _split(
         rows = (labels == label).nonzero().flatten()
         centered = vectors[rows].double()
         centered = centered - centered.mean(0)
-        direction = torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -1]
+        direction = torch.linalg.svd(centered, full_matrices=False).Vh[0]
         is_second = centered @ direction > 0
         for _ in range(10):
             if is_second.all() or not is_second.any():
@@ -343,7 +368,7 @@ class _SequenceEnds(NamedTuple):
     def measure_alike(
         self,
         run: LoadedRun,
-        initial: dict[int, InitialCentroids],
+        initial_centroids: dict[int, InitialCentroids],
         signatures: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
@@ -351,7 +376,7 @@ class _SequenceEnds(NamedTuple):
 
         Args:
             run: The run.
-            initial: Layer → its centroids.
+            initial_centroids: Layer → its centroids.
             signatures: Signature of each centroid, (k,m).
             labels: Centroid of each sequence, (n,), or −1.
 
@@ -364,7 +389,7 @@ class _SequenceEnds(NamedTuple):
             batch_labels = labels[start : start + len(state.stream_indices)]
             start += len(batch_labels)
             layers: list[Any] = list(state.layers)
-            for layer, centroids in initial.items():
+            for layer, centroids in initial_centroids.items():
                 block = run.model.backbone.layers[layer].block
                 reader = Centroids(*centroids.vectors.shape).to(state.stream_indices.device)
                 initialize_centroids(reader, centroids)

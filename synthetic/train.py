@@ -234,7 +234,13 @@ class Training(Loop):
         if self.centroids is not None:
             self.centroids.match(saved["model"])
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        try:
+            self.optimizer.load_state_dict(saved["optimizer"])
+        except ValueError as e:
+            raise CheckpointError(
+                f"{self.run} was trained by a version with other parameters ({e}): train it from"
+                " scratch with --overwrite"
+            ) from None
         self.step = saved["step"]
         self.batch_number = saved["batch_number"]
         self.seconds = saved["seconds"]
@@ -500,7 +506,9 @@ class Training(Loop):
             run = LoadedRun(self.cfg, self.task, self.model.eval(), self.precision)
             description = find_and_attach(centroids, run)
         if centroids.is_attached:
-            new_score = self._measure_validation(self.longest)["metrics"][self.task.headline]
+            with self._exclude_from_timing():
+                new_scores = self._measure_validation(self.longest)
+            new_score = new_scores["metrics"][self.task.headline]
             description += f"; {self.task.headline} {score:.3f} before, {new_score:.3f} with them"
             if new_score < score / 2:
                 centroids.set_attached(False)

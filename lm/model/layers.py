@@ -290,11 +290,11 @@ class Centroids(nn.Module):
 
         r(y) = Σ_i α_i c_i,    α = softmax(K y + b),
 
-    and r(0) = 0, because only the state before the first token of a document is zero. K and b are
-    learned: a linear classifier that decides which c_i a state belongs to. A state that has drifted
-    from c_i is replaced by c_i, so small errors do not add up. There are k vectors. In fixed-point
-    blocks y is sh(y), and projections read it; in other layers y is the state after the previous
-    token, and the recurrence continues from r(y).
+    and r(0) = 0, because only the state before the first token of a document is zero. A linear
+    classifier with learned weights K and biases b decides which c_i a state belongs to. A state
+    that has drifted from c_i is replaced by c_i, so small errors do not add up. There are k
+    vectors. In fixed-point blocks y is sh(y), and projections read it; in other layers y is the
+    state after the previous token, and the recurrence continues from r(y).
 
     Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with separate keys.
     """
@@ -304,6 +304,16 @@ class Centroids(nn.Module):
         self.vectors = nn.Parameter(torch.empty(k, d))  # c
         self.keys = nn.Parameter(torch.empty(k, d))  # K
         self.key_bias = nn.Parameter(torch.empty(k))  # b
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Load weights; convert those of earlier versions, whose keys were multiples of c."""
+        log_sharpness = state_dict.pop(prefix + "log_sharpness", None)
+        if log_sharpness is not None:
+            c = state_dict[prefix + "vectors"]
+            scale = log_sharpness.exp() / c.shape[-1]
+            state_dict[prefix + "keys"] = scale * c
+            state_dict[prefix + "key_bias"] = -scale / 2 * c.square().sum(-1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys (k,d), key_bias (k,) and vectors (k,d) in `dtype`."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lm.common.errors import ConfigError
+from lm.runs.checkpoint import CheckpointError
 from synthetic import centroids
 from synthetic.build import LoadedRun, load_run
 from synthetic.deferred_centroids import DeferredCentroids
@@ -28,8 +29,10 @@ def three_states(monkeypatch):
 
     def find(run, layers, capacity):
         states = torch.eye(3, run.model.config.d_inner)
-        initial = centroids.compute_centroids(states, torch.arange(3), torch.zeros(3))
-        return centroids.FoundCentroids(dict.fromkeys(layers, initial), "3 centroids")
+        found = centroids.compute_centroids(
+            dict.fromkeys(layers, states), torch.arange(3), torch.zeros(3, dtype=torch.long)
+        )
+        return centroids.FoundCentroids(found, 3, "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)
     monkeypatch.setattr("synthetic.train.MIN_SCORE", 0.0)  # attach whatever the model can do
@@ -157,10 +160,20 @@ def test_centroids_that_lower_the_score_are_detached_again(make_cfg, three_state
     monkeypatch.setattr(
         training, "_measure_validation", lambda length: {"metrics": {"sequence_accuracy": 0.4}}
     )
+    training.fit_start = training.window_start = 0.0
     training._attach_centroids(training.centroids, score=0.9)
     assert training.centroids.are_missing
     training._attach_centroids(training.centroids, score=0.7)
     assert training.centroids.is_attached
+
+
+def test_optimizer_of_a_version_with_other_parameters_is_refused(make_cfg):
+    training = Training(make_cfg())
+    training.run, training.fit_start = "runs/a", 0.0
+    saved = training.state_dict()
+    saved["optimizer"]["param_groups"][-1]["params"].pop()
+    with pytest.raises(CheckpointError, match="runs/a was trained by a version with other"):
+        training.load_state_dict(saved)
 
 
 def test_task_without_answers_at_the_end_is_refused_at_the_start(make_cfg, monkeypatch):

@@ -133,13 +133,13 @@ def test_states_that_only_a_later_token_distinguishes_are_found():
 
 
 def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
-    """Parity: the state has the sign of the answer times that of the last token."""
+    """Parity: where a state lies depends on the last token, and so does its meaning."""
     table = torch.tensor([[0, 1], [1, 0]])
-    shapes = torch.tensor([[3.0, 5.0], [-3.0, 5.0]])
-    codes = torch.stack([shapes, shapes.flip(0)])
-    found = centroids.find_centroids(make_run(Automaton(table, torch.arange(2), codes)), [0], 99)
+    codes = torch.tensor([[[3.0, 1.0], [-3.0, -1.0]], [[0.0, -3.0], [0.0, 3.0]]])
+    found = centroids.find_centroids(make_run(Automaton(table, torch.arange(2), codes)), [0], 4)
     assert found.num_centroids == 4
-    assert sorted(found.layers[0].vectors.round().tolist()) == [[-3, 5], [-3, 5], [3, 5], [3, 5]]
+    expected = sorted(codes.flatten(0, 1).tolist())
+    assert sorted(found.layers[0].vectors.round().tolist()) == expected
     assert "2 of them frequent, with states of 4 shapes; from their centroids 100.0%" in (
         found.description
     )
@@ -158,24 +158,54 @@ def test_rare_signatures_join_a_near_one_or_none():
     assert len(centroids.merge_signatures(near_and_frequent).signatures) == 2
 
 
+def compute(states, labels, mistakes=None):
+    """Compute the centroids of a model's only layer."""
+    if mistakes is None:
+        mistakes = torch.zeros(len(states), dtype=torch.long)
+    return centroids.compute_centroids({3: states}, labels, mistakes)[3]
+
+
 def test_centroid_is_the_state_near_the_mean_that_makes_no_mistake():
-    states = torch.tensor([[1.0], [9.0], [2.0], [4.0], [8.0], [7.0], [100.0]])
-    labels, mistakes = torch.tensor([0, 1, 0, 0, 1, 1, -1]), torch.tensor([0, 3, 1, 0, 2, 2, 0])
-    assert centroids.compute_centroids(states, labels, mistakes).vectors.tolist() == [[1.0], [8.0]]
+    states = torch.tensor([[1.0], [59.0], [100.0], [2.0], [4.0], [58.0], [57.0]])
+    labels, mistakes = torch.tensor([0, 1, -1, 0, 0, 1, 1]), torch.tensor([0, 3, 0, 1, 0, 2, 2])
+    assert compute(states, labels, mistakes).vectors.tolist() == [[1.0], [58.0]]
+
+
+def test_centroid_is_recognized_by_its_keys():
+    """State 5 has the fewest mistakes of label 0, and its keys take it for label 1."""
+    states = torch.tensor([[1.0], [1.2], [0.8], [1.0], [1.1], [9.0], [9.0], [9.0], [9.0]])
+    labels, mistakes = torch.tensor([0] * 6 + [1] * 3), torch.tensor([1] * 5 + [0] * 4)
+    assert compute(states, labels, mistakes).vectors[0] < 2
+
+
+def test_centroids_of_all_layers_are_of_one_sequence():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(4).repeat(50)
+    states = {layer: torch.randn(200, 3, generator=generator) for layer in (0, 2)}
+    for x in states.values():
+        x += 20 * torch.randn(4, 3, generator=generator)[labels]
+    found = centroids.compute_centroids(states, labels, torch.zeros(200, dtype=torch.long))
+    rows = [torch.cdist(found[layer].vectors, states[layer]).argmin(1) for layer in (0, 2)]
+    assert torch.equal(*rows)
+
+
+def test_one_label_with_one_state_has_finite_keys():
+    found = compute(torch.ones(1, 3), torch.zeros(1, dtype=torch.long))
+    assert torch.isfinite(torch.cat([found.keys[0], found.key_bias])).all()
 
 
 def test_scores_are_mahalanobis_distances():
     """States vary 100 times more in one direction, so their nearest mean is often wrong."""
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(7, 6, generator=generator).double()
-    labels = torch.arange(7).repeat(600)
+    labels = torch.cat([torch.arange(7).repeat(400), torch.arange(2).repeat(700)])
     deviations = torch.randn(4200, 6, generator=generator).double()
     deviations = deviations @ torch.diag(torch.tensor([10.0] + [0.1] * 5).double())
     rotation = torch.linalg.qr(torch.randn(6, 6, generator=generator).double()).Q
     states = means[labels] + deviations @ rotation
-    found = centroids.compute_centroids(states, labels, torch.zeros(4200))
+    found = compute(states, labels)
     assert (torch.cdist(states, means).argmin(1) == labels).double().mean() < 0.5
-    scores = states @ found.keys.T + found.key_bias
+    scores = states @ found.keys.double().T + found.key_bias
     assert (scores.argmax(1) == labels).double().mean() > 0.95
 
     # The scores of y, computed with an explicit inverse and the sharpness.
@@ -195,7 +225,7 @@ def test_scores_are_mahalanobis_distances():
 
 def test_states_that_do_not_vary_within_their_labels_are_recognized():
     states = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 2.0], [1.0, 1.0, 2.0]])
-    found = centroids.compute_centroids(states, torch.arange(3), torch.zeros(3))
+    found = compute(states, torch.arange(3))
     assert torch.equal(found.vectors, states)
     scores = states @ found.keys.T + found.key_bias
     assert torch.isfinite(found.keys).all()

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
@@ -50,6 +51,31 @@ def test_zero_is_read_where_no_token_is_before_and_nowhere_else():
     for noise in (None, torch.full((3, 2), 0.01)):
         expected = torch.stack([torch.zeros(2), *reading.vectors])
         torch.testing.assert_close(reading(states, noise), expected)
+
+
+def without_keys(state_dict, prefix, log_sharpness):
+    """Return the state dict that versions before the keys would have written."""
+    kept = {k: v for k, v in state_dict.items() if not k.startswith(f"{prefix}key")}
+    return {**kept, f"{prefix}log_sharpness": log_sharpness}
+
+
+def test_centroids_without_keys_are_converted():
+    torch.manual_seed(0)
+    reading, y = Centroids(5, 4), torch.randn(3, 4)
+    state_dict, log_sharpness = {"vectors": torch.randn(5, 4)}, torch.tensor([0.7])
+    reading.load_state_dict({**state_dict, "log_sharpness": log_sharpness})
+    squared_distances = torch.cdist(y, state_dict["vectors"]).square()
+    weights = torch.softmax(-log_sharpness.exp() / 4 * squared_distances / 2, 1)
+    torch.testing.assert_close(reading(y, None), weights @ state_dict["vectors"])
+
+
+def test_from_pretrained_refuses_centroids_without_keys(tmp_path):
+    small().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    prefix = "backbone.layers.0.block.centroids."
+    save_file(without_keys(load_file(path), prefix, torch.zeros(1)), path)
+    with pytest.raises(ValueError, match="centroids without keys.* export the run again"):
+        FPRNNForCausalLM.from_pretrained(tmp_path)
 
 
 def solved(model, u, seqs, monkeypatch, kernel, schedule="sequential"):
@@ -99,16 +125,19 @@ def test_windows_read_the_noise_of_their_own_tokens(monkeypatch):
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
 
 
-def test_vectors_start_as_long_as_a_state_and_do_not_decay():
-    """The nearest vector has the largest weight."""
+def test_at_first_the_nearest_vector_has_the_largest_weight():
     model = small(state_centroids=500)
     reading = model.backbone.layers[0].block.centroids
-    assert abs(reading.vectors.square().mean() - 1) < 0.05
     states = torch.randn(9, 20)
     scores = states @ reading.keys.T + reading.key_bias
     squared_distances = torch.cdist(states, reading.vectors).square()
     expected = -16 / 20 / 2 * (squared_distances - states.square().sum(1, keepdim=True))
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-3)
+
+
+def test_vectors_start_as_long_as_a_state_and_do_not_decay():
+    model = small(state_centroids=500)
+    assert abs(model.backbone.layers[0].block.centroids.vectors.square().mean() - 1) < 0.05
     names = [name for name, _ in model.named_parameters() if "centroids" in name]
     assert len(names) == 3 and not any(map(has_weight_decay, names))
 
