@@ -74,7 +74,7 @@ def test_from_pretrained_refuses_centroids_without_keys(tmp_path):
     path = tmp_path / "model.safetensors"
     prefix = "backbone.layers.0.block.centroids."
     save_file(without_keys(load_file(path), prefix, torch.zeros(1)), path)
-    with pytest.raises(ValueError, match="centroids without keys.* export the run again"):
+    with pytest.raises(ValueError, match=r"centroids without keys.* export the run again"):
         FPRNNForCausalLM.from_pretrained(tmp_path)
 
 
