@@ -47,8 +47,9 @@ UNUSED_BIAS = -1e4  # of an unused centroid, whose weight is then exactly 0
 # and FP-Mamba: 0.03 to 0.1 classify most states correctly. Multiples of each variance itself are
 # not better on A5, and worse on S5 (0.87 instead of 0.90).
 SHRINKAGE = 0.1
-# A behaviour is split if fewer of its states continue alike from their centroid. Measured: at least
-# 0.75 for every behaviour of A5, 0 for one of parity, whose states had two shapes.
+# A behaviour is split if fewer of its states continue alike from their centroid. Measured when
+# centroids were means: at least 0.75 for every behaviour of A5, 0 for one of parity, whose states
+# had two shapes.
 MIN_ALIKE = 0.65
 MAX_SPLITS = 4  # rounds in which behaviours are split
 CHECKED_BATCHES = 8  # batches whose states are continued from their centroids
@@ -136,7 +137,7 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
     if not len(signatures):
         return FoundCentroids({}, 0, "no centroids")
     for _ in range(1 + MAX_SPLITS):
-        mistakes = (ends.signatures != signatures[labels]).sum(1)  # of no use where labels are −1
+        mistakes = (ends.signatures != signatures[labels]).sum(1)  # meaningless if the label is −1
         initial_centroids = compute_centroids(ends.vectors, labels, mistakes)
         alike = ends.measure_alike(run, initial_centroids, signatures, labels)
         total_share = float(alike[:, 0].sum() / alike[:, 1].sum())
@@ -202,8 +203,10 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     majorities = _select_frequent(majorities, nearest.bincount(minlength=len(majorities)))
     distances, labels = _differences(unique, majorities).min(1)
     labels[distances > 0.5] = -1
-    used, labels = labels.unique(return_inverse=True)  # a majority may be near to no signature
-    majorities, labels = majorities[used[used >= 0]], labels - int((used < 0).sum())
+    # A majority may be near to no signature: remove it, and number the others again.
+    used_labels, labels = labels.unique(return_inverse=True)
+    majorities = majorities[used_labels[used_labels >= 0]]
+    labels -= int((used_labels < 0).sum())
     return Behaviours(majorities, labels[inverse], len(unique))
 
 
@@ -212,16 +215,17 @@ def compute_centroids(
 ) -> dict[int, InitialCentroids]:
     """Compute a centroid for each label, and keys that recognize the label of a state.
 
-    The centroid is one of the states, in all layers that of the same sequence. The mean is no
-    centroid, because it can lie far from all states, and the model then continues wrongly from it.
-    States whose label the keys of the most layers recognize come first, then states with the fewest
-    mistakes, then states near the mean.
+    A centroid is the state of one sequence, which is the same in all layers. The mean of the states
+    can lie far from all of them, and the model then continues wrongly from it. The sequence is
+    chosen by three criteria in this order: the keys of the most layers recognize its label, it has
+    the fewest mistakes, and it is nearest to the mean.
 
     Args:
         states: Layer → the states of n sequences, (n,d).
         labels: Labels of the sequences, (n,), each number from 0 to k − 1 at least once. Sequences
             with label −1 are ignored.
-        mistakes: Number of predictions after a sequence that differ from those of its label, (n,).
+        mistakes: Number of predictions after a sequence that differ from its label's signature,
+            (n,).
 
     Returns:
         Layer → its centroids.
@@ -235,8 +239,8 @@ def compute_centroids(
     for layer, x in states.items():
         means, keys, key_bias = classifiers[layer]
         wrong_count += (x @ keys.T + key_bias).argmax(1) != labels
-        squared = (x - means[labels]).square().sum(1)
-        distances += squared / squared.mean().clamp_min(1e-12)
+        squared_distances = (x - means[labels]).square().sum(1)
+        distances += squared_distances / squared_distances.mean().clamp_min(1e-12)
     # Sort by label, then by the criteria: the first row of each label is its centroid.
     order = distances.argsort(stable=True)
     for criterion in (mistakes, wrong_count, labels):

@@ -306,7 +306,7 @@ class Centroids(nn.Module):
         self.key_bias = nn.Parameter(torch.empty(k))  # b
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Load weights; convert those of earlier versions, whose keys were multiples of c."""
+        """Load weights; convert weights of earlier versions, whose keys were multiples of c."""
         log_sharpness = state_dict.pop(prefix + "log_sharpness", None)
         if log_sharpness is not None:
             c = state_dict[prefix + "vectors"]

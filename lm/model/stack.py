@@ -34,7 +34,7 @@ BASELINES = {
     "lstm": LSTM,
 }
 
-CENTROID_SHARPNESS = 16  # divided by d: factor of the initial keys of centroids (layers.Centroids)
+CENTROID_SHARPNESS = 16  # initial keys of centroids: vectors · CENTROID_SHARPNESS / d
 
 
 class SolvesOnceLayer(GradientCheckpointingLayer):

@@ -133,7 +133,7 @@ def test_states_that_only_a_later_token_distinguishes_are_found():
 
 
 def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
-    """Parity: where a state lies depends on the last token, and so does its meaning."""
+    """Parity: the place of a state depends on the last token, and so does its meaning."""
     table = torch.tensor([[0, 1], [1, 0]])
     codes = torch.tensor([[[3.0, 1.0], [-3.0, -1.0]], [[0.0, -3.0], [0.0, 3.0]]])
     found = centroids.find_centroids(make_run(Automaton(table, torch.arange(2), codes)), [0], 4)
@@ -209,14 +209,14 @@ def test_scores_are_mahalanobis_distances():
     assert (scores.argmax(1) == labels).double().mean() > 0.95
 
     # The scores of y, computed with an explicit inverse and the sharpness.
-    mean = torch.stack([states[labels == i].mean(0) for i in range(7)])
-    covariance = (states - mean[labels]).T @ (states - mean[labels]) / 4200
-    between = (mean - mean.mean(0)).T @ (mean - mean.mean(0)) / 7
-    added = centroids.SHRINKAGE * covariance.trace() + 1e-3 * between.trace()
-    inverse = torch.linalg.inv(covariance + added / 6 * torch.eye(6))
+    means = torch.stack([states[labels == i].mean(0) for i in range(7)])
+    covariance = (states - means[labels]).T @ (states - means[labels]) / 4200
+    between = (means - means.mean(0)).T @ (means - means.mean(0)) / 7
+    ridge = centroids.SHRINKAGE * covariance.trace() + 1e-3 * between.trace()
+    inverse = torch.linalg.inv(covariance + ridge / 6 * torch.eye(6))
     scale = centroids.SHARPNESS / (inverse @ between).trace()
     y = states[:5]
-    deviation = y[:, None] - mean
+    deviation = y[:, None] - means
     expected = -scale / 2 * torch.einsum("nki,ij,nkj->nk", deviation, inverse, deviation)
     torch.testing.assert_close(
         scores[:5] - scores[:5, :1], expected - expected[:, :1], rtol=1e-5, atol=1e-5

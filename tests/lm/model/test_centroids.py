@@ -53,7 +53,7 @@ def test_zero_is_read_where_no_token_is_before_and_nowhere_else():
         torch.testing.assert_close(reading(states, noise), expected)
 
 
-def without_keys(state_dict, prefix, log_sharpness):
+def remove_keys(state_dict, prefix, log_sharpness):
     """Return the state dict that versions before the keys would have written."""
     kept = {k: v for k, v in state_dict.items() if not k.startswith(f"{prefix}key")}
     return {**kept, f"{prefix}log_sharpness": log_sharpness}
@@ -69,11 +69,11 @@ def test_centroids_without_keys_are_converted():
     torch.testing.assert_close(reading(y, None), weights @ state_dict["vectors"])
 
 
-def test_from_pretrained_refuses_centroids_without_keys(tmp_path):
+def test_from_pretrained_refuses_centroids_remove_keys(tmp_path):
     small().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     prefix = "backbone.layers.0.block.centroids."
-    save_file(without_keys(load_file(path), prefix, torch.zeros(1)), path)
+    save_file(remove_keys(load_file(path), prefix, torch.zeros(1)), path)
     with pytest.raises(ValueError, match=r"centroids without keys.* export the run again"):
         FPRNNForCausalLM.from_pretrained(tmp_path)
 
