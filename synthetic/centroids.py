@@ -119,12 +119,41 @@ def initialize_centroids(module: Centroids, initial: InitialCentroids) -> None:
     module.key_bias[k:] = UNUSED_BIAS
 
 
+class _Candidate(NamedTuple):
+    """Centroids that may enter a model."""
+
+    layers: dict[int, InitialCentroids]
+    alike: torch.Tensor  # (k,2): states that continue alike from their centroid, and all states
+
+    @property
+    def share(self) -> float:
+        """Share of all states that continue alike from their centroid."""
+        return float(self.alike[:, 0].sum() / self.alike[:, 1].sum())
+
+    @property
+    def has_failed(self) -> torch.Tensor:
+        """True for each centroid from which too few of its states continue alike, (k,)."""
+        return (self.alike[:, 1] > 0) & (self.alike[:, 0] < MIN_ALIKE * self.alike[:, 1])
+
+    def replace_failed(self, vectors: dict[int, torch.Tensor]) -> dict[int, InitialCentroids]:
+        """Return the centroids, with other vectors (k,d) for those that have failed."""
+        has_failed = self.has_failed.unsqueeze(1)
+        return {
+            layer: initial._replace(
+                vectors=torch.where(has_failed, vectors[layer], initial.vectors)
+            )
+            for layer, initial in self.layers.items()
+        }
+
+
 @torch.no_grad()
 def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCentroids:
     """Find the centroids of a run's layers: a state for each behaviour of the model.
 
-    If states continue differently from their centroid, they have several shapes in spite of their
-    equal behaviour. They are then split into shapes, each with its own centroid.
+    The centroid of a behaviour is the mean of its states. If most of them continue differently from
+    their mean, it is one of them instead. If they continue differently from this one too, they have
+    several shapes in spite of their equal behaviour, and are split into shapes, each with its own
+    centroid.
 
     Args:
         run: The run.
@@ -133,35 +162,38 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
     """
     ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
-    labels, signatures, candidates = behaviours.labels, behaviours.signatures, []
+    labels, signatures = behaviours.labels, behaviours.signatures
+    candidates: list[_Candidate] = []
     if not len(signatures):
         return FoundCentroids({}, 0, "no centroids")
     for _ in range(1 + MAX_SPLITS):
-        mistakes = (ends.signatures != signatures[labels]).sum(1)  # meaningless if the label is −1
-        initial_centroids = compute_centroids(ends.vectors, labels, mistakes)
-        alike = ends.measure_alike(run, initial_centroids, signatures, labels)
-        total_share = float(alike[:, 0].sum() / alike[:, 1].sum())
-        candidates.append((total_share, len(signatures), initial_centroids))
-        is_failed = (alike[:, 1] > 0) & (alike[:, 0] < MIN_ALIKE * alike[:, 1])
-        failed = is_failed.nonzero().flatten().tolist()
+        means = compute_means(ends.vectors, labels)
+        candidate = ends.try_centroids(run, means, signatures, labels)
+        candidates.append(candidate)
+        if candidate.has_failed.any():
+            mistakes = (ends.signatures != signatures[labels]).sum(1)  # meaningless if label is −1
+            samples = choose_samples(ends.vectors, labels, mistakes, means)
+            mixed = candidate.replace_failed({i: x[samples] for i, x in ends.vectors.items()})
+            candidate = ends.try_centroids(run, mixed, signatures, labels)
+            candidates.append(candidate)
+        failed = candidate.has_failed.nonzero().flatten().tolist()
         # If the share is 0.99, a split would be at most 0.01 better.
-        if not failed or total_share >= 0.99 or len(signatures) + len(failed) > capacity:
+        if not failed or candidate.share >= 0.99 or len(signatures) + len(failed) > capacity:
             break
         joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
         labels, signatures = _split(failed, joined, labels, signatures)
-    best_share = max(share for share, *_ in candidates)
-    share, count, initial_centroids = next(  # the fewest
-        candidate for candidate in candidates if candidate[0] >= best_share - 0.01
-    )
+    best_share = max(candidate.share for candidate in candidates)
+    best = next(c for c in candidates if c.share >= best_share - 0.01)  # the fewest splits
+    count = len(best.alike)
     shapes = ""
     if count > len(behaviours.signatures):
         shapes = f", {len(behaviours.signatures)} of them frequent, with states of {count} shapes"
     return FoundCentroids(
-        initial_centroids,
+        best.layers,
         count,
         f"{count} centroids, from {len(ends.signatures):,} states with"
         f" {behaviours.unmerged_count:,} different behaviours{shapes}; from their centroids"
-        f" {share:.1%} of the states continue alike",
+        f" {best.share:.1%} of the states continue alike",
     )
 
 
@@ -210,61 +242,70 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     return Behaviours(majorities, labels[inverse], len(unique))
 
 
-def compute_centroids(
-    states: dict[int, torch.Tensor], labels: torch.Tensor, mistakes: torch.Tensor
+def compute_means(
+    states: dict[int, torch.Tensor], labels: torch.Tensor
 ) -> dict[int, InitialCentroids]:
-    """Compute a centroid for each label, and keys that recognize the label of a state.
-
-    A centroid is the state of one sequence, which is the same in all layers. The mean of the states
-    can lie far from all of them, and the model then continues wrongly from it. The sequence is
-    chosen by three criteria in this order: the keys of the most layers recognize its label, it has
-    the fewest mistakes, and it is nearest to the mean.
+    """Compute the mean state of each label, and keys that recognize the label of a state.
 
     Args:
         states: Layer → the states of n sequences, (n,d).
         labels: Labels of the sequences, (n,), each number from 0 to k − 1 at least once. Sequences
             with label −1 are ignored.
-        mistakes: Number of predictions after a sequence that differ from its label's signature,
-            (n,).
 
     Returns:
-        Layer → its centroids.
+        Layer → its centroids, whose vectors are the means.
     """
     is_labeled = labels >= 0
-    labels, mistakes = labels[is_labeled], mistakes[is_labeled]
-    states = {layer: x[is_labeled].double() for layer, x in states.items()}
-    classifiers = {layer: _fit_classifier(x, labels) for layer, x in states.items()}
-    wrong_count = torch.zeros_like(labels)  # layers whose keys do not recognize the label
-    distances = torch.zeros(len(labels)).double()
-    for layer, x in states.items():
-        means, keys, key_bias = classifiers[layer]
-        wrong_count += (x @ keys.T + key_bias).argmax(1) != labels
-        squared_distances = (x - means[labels]).square().sum(1)
-        distances += squared_distances / squared_distances.mean().clamp_min(1e-12)
-    # Sort by label, then by the criteria: the first row of each label is its centroid.
-    order = distances.argsort(stable=True)
-    for criterion in (mistakes, wrong_count, labels):
-        order = order[criterion[order].argsort(stable=True)]
-    counts = labels.bincount()
-    rows = order[counts.cumsum(0) - counts]
     return {
-        layer: InitialCentroids(x[rows].float(), *(t.float() for t in classifiers[layer][1:]))
+        layer: _fit_classifier(x[is_labeled].double(), labels[is_labeled])
         for layer, x in states.items()
     }
 
 
-def _fit_classifier(
-    x: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def choose_samples(
+    states: dict[int, torch.Tensor],
+    labels: torch.Tensor,
+    mistakes: torch.Tensor,
+    means: dict[int, InitialCentroids],
+) -> torch.Tensor:
+    """Choose one sequence for each label.
+
+    Three criteria decide, in this order: the keys of the most layers recognize the sequence's
+    label, it has the fewest mistakes, and its states are nearest to the means.
+
+    Args:
+        states: Layer → the states of n sequences, (n,d).
+        labels: Labels of the sequences, (n,), as in `compute_means`.
+        mistakes: Number of predictions after a sequence that differ from its label's signature,
+            (n,).
+        means: Layer → the result of `compute_means`.
+
+    Returns:
+        Indices of the sequences, (k,).
+    """
+    wrong_count = torch.zeros_like(labels)  # layers whose keys do not recognize the label
+    distances = torch.zeros(len(labels))
+    for layer, x in states.items():
+        vectors, keys, key_bias = means[layer]
+        wrong_count += (x @ keys.T + key_bias).argmax(1) != labels
+        squared_distances = (x - vectors[labels]).square().sum(1)
+        distances += squared_distances / squared_distances[labels >= 0].mean().clamp_min(1e-12)
+    # Sort by label, then by the criteria: the first sequence of each label is chosen.
+    order = distances.argsort(stable=True)
+    for criterion in (mistakes, wrong_count, labels):
+        order = order[criterion[order].argsort(stable=True)]
+    order = order[labels[order] >= 0]
+    counts = labels[labels >= 0].bincount()
+    return order[counts.cumsum(0) - counts]
+
+
+def _fit_classifier(x: torch.Tensor, labels: torch.Tensor) -> InitialCentroids:
     """Compute the means m_i of states (n,d) by labels (n,), and keys and biases of a classifier.
 
     Score i of a state y is −s/2 times its squared Mahalanobis distance (y − m_i)ᵀ Σ⁻¹ (y − m_i)
     from a mean, plus a term that is equal for all i; s makes the mean difference of two scores
     SHARPNESS. Σ is the covariance of the states within their labels, because a state can vary far
     more in directions that do not affect the model than in those that separate the labels.
-
-    Returns:
-        Means (k,d), keys (k,d) and biases (k,).
 
     Source: regularized discriminant analysis (Friedman 1989), shrunk to a multiple of the identity.
     """
@@ -281,7 +322,8 @@ def _fit_classifier(
     keys = torch.linalg.solve(covariance, centered_means.T).T
     mean_squared_distance = (keys * centered_means).sum(1).mean()
     keys *= SHARPNESS / mean_squared_distance.clamp_min(1e-12)
-    return means, keys, -((means + center) * keys).sum(1) / 2
+    key_bias = -((means + center) * keys).sum(1) / 2
+    return InitialCentroids(means.float(), keys.float(), key_bias.float())
 
 
 def _select_frequent(rows: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
@@ -369,13 +411,13 @@ class _SequenceEnds(NamedTuple):
         joined = {layer: torch.cat(parts) for layer, parts in vectors.items()}
         return cls(batches, joined, probes, torch.cat(signatures))
 
-    def measure_alike(
+    def try_centroids(
         self,
         run: LoadedRun,
         initial_centroids: dict[int, InitialCentroids],
         signatures: torch.Tensor,
         labels: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> _Candidate:
         """Count the states that continue alike if they are read through centroids.
 
         Args:
@@ -383,9 +425,6 @@ class _SequenceEnds(NamedTuple):
             initial_centroids: Layer → its centroids.
             signatures: Signature of each centroid, (k,m).
             labels: Centroid of each sequence, (n,), or −1.
-
-        Returns:
-            For each centroid the number of states that continue alike, and of all, (k,2).
         """
         counts = torch.zeros(len(signatures), 2)
         start = 0
@@ -410,7 +449,7 @@ class _SequenceEnds(NamedTuple):
             counts.index_add_(
                 0, batch_labels, torch.stack([is_alike, torch.ones_like(is_alike)], 1)
             )
-        return counts
+        return _Candidate(initial_centroids, counts)
 
 
 def _continue(model, state, probes):

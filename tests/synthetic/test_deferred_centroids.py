@@ -29,9 +29,7 @@ def three_states(monkeypatch):
 
     def find(run, layers, capacity):
         states = torch.eye(3, run.model.config.d_inner)
-        found = centroids.compute_centroids(
-            dict.fromkeys(layers, states), torch.arange(3), torch.zeros(3, dtype=torch.long)
-        )
+        found = centroids.compute_means(dict.fromkeys(layers, states), torch.arange(3))
         return centroids.FoundCentroids(found, 3, "3 centroids")
 
     monkeypatch.setattr(centroids, "find_centroids", find)
