@@ -382,9 +382,9 @@ class SLSTM(PlainLayer):
     and the output is out_proj(GroupNorm(y_t)). All W and R have one block per head. The forget gate
     is a sigmoid, one of the paper's two variants. m keeps the exponentials finite and cancels in y.
 
-    With centroids, token t continues from r(s_{t−1}) (layers.Centroids). The state s = (y, c / n,
-    log n + m) has all that later tokens depend on, and does not change with the choice of m. State
-    noise is added to the y_{t−1} that the gates, or the centroids, read.
+    With centroids, the gates read r(y_{t−1}) (layers.Centroids) instead of y_{t−1}; c, n and m have
+    no centroids, because they can lag one token behind y. State noise is added to the y_{t−1} that
+    the gates, or the centroids, read.
     """
 
     def __init__(self, config: Any) -> None:
@@ -399,20 +399,19 @@ class SLSTM(PlainLayer):
         self.gate_bias = nn.Parameter(torch.empty(4, self.heads, e))
         self.group_norm = GroupNorm(self.heads, d)
         self.out_proj = nn.Linear(d, d, bias=False)
-        self.centroids = build_centroids(config, 3 * d)
+        self.centroids = build_centroids(config, d)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         d = self.config.d_model
         return [(4, d), (self.config.d_conv - 1, d)]
 
     def state_vector(self, state: SLSTMState) -> torch.Tensor:
-        """Return the vectors (b,3d) of a state that centroids read."""
-        return torch.cat(scale_free_state(*state.cell.unbind(1)), -1)
+        """Return the vectors (b,d) of a state that centroids read."""
+        return state.cell[:, 0]
 
     def with_state_vector(self, state: SLSTMState, vector: torch.Tensor) -> SLSTMState:
-        """Return a state with other vectors (b,3d)."""
-        y, ratio, log_n = vector.chunk(3, -1)
-        return state._replace(cell=torch.stack([y, ratio, torch.ones_like(y), log_n], 1))
+        """Return a state with other vectors (b,d)."""
+        return state._replace(cell=torch.cat([vector.unsqueeze(1), state.cell[:, 1:]], 1))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
@@ -439,8 +438,8 @@ class SLSTM(PlainLayer):
                 if seqs.noise is not None:
                     noise = seqs.noise[:, t].to(wide).unflatten(-1, (h, -1)).transpose(0, 1)
                 y, c, n, m = state
-                start = self._read_state(y, c, n, m, noise)
-                new_state = _slstm_step(inputs[t], recurrent, *start)
+                read_y = self._read_state(y, noise)
+                new_state = _slstm_step(inputs[t], recurrent, read_y, c, n, m)
                 if seqs.mask is not None:
                     is_token = seqs.mask[:, t, None]
                     new_state = [
@@ -458,39 +457,18 @@ class SLSTM(PlainLayer):
             end = SLSTMState(cell.clone(), (tail,))
         return self.out_proj(y.to(u.dtype)), end
 
-    def _read_state(self, y, c, n, m, noise):
-        """Return the y, c, n, m (h,b,e) from which a token continues.
-
-        Centroids do not change an empty state. noise: (h,b,e) or None.
-        """
+    def _read_state(self, y, noise):
+        """Return the y_{t−1} (h,b,e) that the gates read. noise: (h,b,e) or None."""
         if self.centroids is None:
-            return y if noise is None else y + noise, c, n, m
-        is_empty = n == 0
-        parts = scale_free_state(y, c, n, m)
-        vectors = torch.cat([t.transpose(0, 1).flatten(1) for t in parts], -1)  # (b,3d)
-        if noise is not None:
-            noise = noise.transpose(0, 1).flatten(1)
-            noise = F.pad(noise, (0, vectors.shape[-1] - noise.shape[-1]))
-        y, ratio, log_n = (
-            t.unflatten(-1, (self.heads, -1)).transpose(0, 1)
-            for t in self.centroids(vectors, noise).chunk(3, -1)
-        )
-        return y, ratio, torch.where(is_empty, n, 1), torch.where(is_empty, m, log_n)
+            return y if noise is None else y + noise
+        y, noise = (None if x is None else x.transpose(0, 1).flatten(1) for x in (y, noise))
+        return self.centroids(y, noise).unflatten(-1, (self.heads, -1)).transpose(0, 1)
 
     def flops_per_token(self, length: int) -> int:
         c = self.config
         gates = 8 * c.d_model**2 // self.heads  # W and R of four gates, one block per head
-        centroids = 4 * c.state_centroids * 3 * c.d_model  # scores, and the mean
+        centroids = 4 * c.state_centroids * c.d_model  # scores, and the mean
         return 2 * gates + 2 * c.d_model * (c.d_conv + c.d_model) + centroids
-
-
-def scale_free_state(
-    y: torch.Tensor, c: torch.Tensor, n: torch.Tensor, m: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return y, c / n and log n + m of an sLSTM's state; zeros for an empty state."""
-    is_empty = n == 0  # n ≥ 1 after a token
-    n = n.masked_fill(is_empty, 1)
-    return y, c / n, n.log() + m.masked_fill(is_empty, 0)
 
 
 def _empty_cell(u, dtype):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lm.model.baseline_layers import scale_free_state
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences, list_tensors
@@ -11,7 +10,7 @@ from tests.lm.model import test_lstm, test_m2rnn, test_slstm
 
 COUNT = 5
 SIZES = dict(vocab_size=24, d_model=32, headdim=8, d_state=16, n_layer=1, state_centroids=COUNT)
-WIDTHS = {"lstm": 2 * 32, "slstm": 3 * 32, "m2rnn": 64 * 16}  # numbers of a state
+WIDTHS = {"lstm": 2 * 32, "slstm": 32, "m2rnn": 64 * 16}  # numbers of a state
 KINDS = pytest.mark.parametrize("kind", WIDTHS)
 NAMES = {"vectors", "keys", "key_bias"}
 
@@ -131,10 +130,3 @@ def test_centroids_read_the_vectors_of_the_returned_state(kind):
     centroids.vectors.copy_(vectors)
     output = block(u[:, 4:5], Sequences(state=state, return_state=True))[0]
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-
-
-def test_normalizer_does_not_depend_on_m():
-    n, m = torch.tensor([0.0, 1.0, 4.0]), torch.tensor([-1e30, 3.0, 3.0 - torch.tensor(4.0).log()])
-    _, ratio, log_n = scale_free_state(n, n, n, m)
-    torch.testing.assert_close(log_n, torch.tensor([0.0, 3.0, 3.0]))
-    assert ratio.tolist() == [0.0, 1.0, 1.0]

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
 from lm.config.schema import Config, check_state_noise
-from lm.model.baseline_layers import scale_free_state
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Adversary, Sequences
@@ -126,18 +125,13 @@ def test_slstm_reads_the_noisy_y(centroids):
                     for gate, source in enumerate(sources)
                 ]
             )
-            if not centroids:
-                start = y + noise[row, t], c, n, m
-            elif t == 0:
-                start = y, c, n, m
-            else:
-                vector = torch.cat(scale_free_state(y, c, n, m))
-                vector = vector + F.pad(noise[row, t], (0, 2 * D))
-                scores = block.centroids.keys @ vector + block.centroids.key_bias
-                weights = torch.softmax(scores, 0)
-                read_y, ratio, log_n = (weights @ block.centroids.vectors).chunk(3)
-                start = read_y, ratio, torch.ones_like(y), log_n
-            y, c, n, m = slstm_step(block, gate_inputs, *start)
+            read_y = y + noise[row, t]
+            if centroids and t == 0:
+                read_y = y
+            elif centroids:
+                scores = block.centroids.keys @ read_y + block.centroids.key_bias
+                read_y = torch.softmax(scores, 0) @ block.centroids.vectors
+            y, c, n, m = slstm_step(block, gate_inputs, read_y, c, n, m)
             torch.testing.assert_close(output[row, t], y, rtol=1e-9, atol=1e-9)
 
 
