@@ -284,9 +284,9 @@ def choose_samples(
         Indices of the sequences, (k,).
     """
     wrong_count = torch.zeros_like(labels)  # layers whose keys do not recognize the label
-    distances = torch.zeros(len(labels))
+    distances = torch.zeros(len(labels)).double()
     for layer, x in states.items():
-        vectors, keys, key_bias = means[layer]
+        x, vectors, keys, key_bias = (t.double() for t in (x, *means[layer]))  # no autocast
         wrong_count += (x @ keys.T + key_bias).argmax(1) != labels
         squared_distances = (x - vectors[labels]).square().sum(1)
         distances += squared_distances / squared_distances[labels >= 0].mean().clamp_min(1e-12)

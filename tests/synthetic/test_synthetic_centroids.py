@@ -208,6 +208,14 @@ def test_distances_of_all_layers_choose_a_sample():
     assert centroids.choose_samples(states, labels, labels, means).tolist() == [2]
 
 
+def test_autocast_does_not_change_the_samples():
+    """In bfloat16 the keys would not distinguish the states. The last one has the other label."""
+    states = torch.tensor([[100.0], [100.01], [100.02], [100.1], [100.11], [100.12], [100.01]])
+    labels, mistakes = torch.tensor([0] * 3 + [1] * 4), torch.tensor([2, 1, 1, 1, 1, 1, 0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choose(states, labels, mistakes) in ([1, 3], [1, 4], [1, 5])
+
+
 def test_one_label_with_one_state_has_finite_keys():
     found = compute(torch.ones(1, 3), torch.zeros(1, dtype=torch.long))
     assert torch.isfinite(torch.cat([found.keys[0], found.key_bias])).all()
