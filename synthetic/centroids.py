@@ -47,9 +47,8 @@ UNUSED_BIAS = -1e4  # of an unused centroid, whose weight is then exactly 0
 # and FP-Mamba: 0.03 to 0.1 classify most states correctly. Multiples of each variance itself are
 # not better on A5, and worse on S5 (0.87 instead of 0.90).
 SHRINKAGE = 0.1
-# A behaviour is split if fewer of its states continue alike from their centroid. Measured when
-# centroids were means: at least 0.75 for every behaviour of A5, 0 for one of parity, whose states
-# had two shapes.
+# A centroid has failed if fewer of its states continue alike from it. Measured with means: at least
+# 0.75 for every behaviour of A5, 0 for a behaviour of parity, whose states had two shapes.
 MIN_ALIKE = 0.65
 MAX_SPLITS = 4  # rounds in which behaviours are split
 CHECKED_BATCHES = 8  # batches whose states are continued from their centroids
@@ -150,10 +149,10 @@ class _Candidate(NamedTuple):
 def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCentroids:
     """Find the centroids of a run's layers: a state for each behaviour of the model.
 
-    The centroid of a behaviour is the mean of its states. If most of them continue differently from
-    their mean, it is one of them instead. If they continue differently from this one too, they have
-    several shapes in spite of their equal behaviour, and are split into shapes, each with its own
-    centroid.
+    The centroid of a behaviour is the mean of its states. If too many of them continue differently
+    from the mean, the centroid is a sample, which is the state after one sequence. If the sample
+    fails too, the states have several shapes in spite of their equal behaviour. They are then split
+    into shapes, each with its own centroid.
 
     Args:
         run: The run.
