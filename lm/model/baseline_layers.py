@@ -382,9 +382,9 @@ class SLSTM(PlainLayer):
     and the output is out_proj(GroupNorm(y_t)). All W and R have one block per head. The forget gate
     is a sigmoid, one of the paper's two variants. m keeps the exponentials finite and cancels in y.
 
-    With centroids, the gates read r(y_{t−1}) (layers.Centroids) instead of y_{t−1}; c, n and m have
-    no centroids, because they can lag one token behind y. State noise is added to the y_{t−1} that
-    the gates, or the centroids, read.
+    With centroids, the gates read r(y_{t−1}) (layers.Centroids) instead of y_{t−1}; c, n and m stay
+    as they are, because c / n can hold the product before the newest one, which y holds. State
+    noise is added to the y_{t−1} that the gates, or the centroids, read.
     """
 
     def __init__(self, config: Any) -> None:
@@ -406,11 +406,11 @@ class SLSTM(PlainLayer):
         return [(4, d), (self.config.d_conv - 1, d)]
 
     def state_vector(self, state: SLSTMState) -> torch.Tensor:
-        """Return the vectors (b,d) of a state that centroids read."""
+        """Return the y (b,d) of a state, which centroids read."""
         return state.cell[:, 0]
 
     def with_state_vector(self, state: SLSTMState, vector: torch.Tensor) -> SLSTMState:
-        """Return a state with other vectors (b,d)."""
+        """Return the state with another y (b,d)."""
         return state._replace(cell=torch.cat([vector.unsqueeze(1), state.cell[:, 1:]], 1))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:

@@ -293,8 +293,9 @@ class Centroids(nn.Module):
     and r(0) = 0, because only the state before the first token of a document is zero. A linear
     classifier with learned weights K and biases b decides which c_i a state belongs to. A state
     that has drifted from c_i is replaced by c_i, so small errors do not add up. There are k
-    vectors. In fixed-point blocks y is sh(y), and projections read it; in other layers y is the
-    state after the previous token, and the recurrence continues from r(y).
+    vectors. In fixed-point blocks y is sh(y), and projections read r(y). In an sLSTM y is the
+    previous output, and the gates read r(y). In other layers y is the state after the previous
+    token, and the recurrence continues from r(y).
 
     Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with separate keys.
     """

@@ -124,7 +124,7 @@ def _count_saved(layer: Layer, model: Model, solver: dict, on_gpu: bool) -> floa
         d_inner = expand * model.d_model
         vector_sizes = {
             "lstm": 2 * model.d_model,
-            "slstm": 3 * model.d_model,
+            "slstm": model.d_model,
             "m2rnn": d_inner * layer_config.d_state,
         }
         saved += (vector_sizes.get(layer.kind, d_inner) + layer_config.state_centroids) / d_inner

@@ -10,7 +10,7 @@ from tests.lm.model import test_lstm, test_m2rnn, test_slstm
 
 COUNT = 5
 SIZES = dict(vocab_size=24, d_model=32, headdim=8, d_state=16, n_layer=1, state_centroids=COUNT)
-WIDTHS = {"lstm": 2 * 32, "slstm": 32, "m2rnn": 64 * 16}  # numbers of a state
+WIDTHS = {"lstm": 2 * 32, "slstm": 32, "m2rnn": 64 * 16}  # numbers read
 KINDS = pytest.mark.parametrize("kind", WIDTHS)
 NAMES = {"vectors", "keys", "key_bias"}
 
@@ -128,5 +128,7 @@ def test_centroids_read_the_vectors_of_the_returned_state(kind):
     vectors = block.state_vector(state)
     assert vectors.shape == (1, WIDTHS[kind])
     centroids.vectors.copy_(vectors)
+    changed = block.with_state_vector(state, 2 * vectors)
+    torch.testing.assert_close(block.state_vector(changed), 2 * vectors)
     output = block(u[:, 4:5], Sequences(state=state, return_state=True))[0]
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)

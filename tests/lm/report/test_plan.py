@@ -204,6 +204,15 @@ def test_saved_floats_match_counted_activations(on_gpu, precision, counted, mode
     assert in_bytes == pytest.approx(counted, rel=0.26)
 
 
+@pytest.mark.parametrize("kind", ["fp_mamba1", "lstm", "slstm", "m2rnn"])
+def test_centroids_save_what_they_read_and_their_weights(kind):
+    sizes = {"layers": kind, "n_layer": 1, "n_heads": 2, "headdim": 8}
+    cfg, without = (tiny_config(**sizes, state_centroids=count) for count in (5, 0))
+    vectors = build_model(cfg, 64).backbone.layers[0].block.centroids.vectors
+    (saved,), (base,) = (estimate.count_saved_floats(c, False) for c in (cfg, without))
+    assert (saved - base) * cfg.model.expand * 16 == pytest.approx(vectors.shape[1] + 5)
+
+
 def test_memory_formula_by_hand():
     """ZeRO-1 on two CPU ranks in fp32; the logits of at most 4,096 tokens exist at a time."""
     cfg = tiny_config(n_layer=2)
