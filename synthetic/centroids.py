@@ -122,17 +122,18 @@ class _Candidate(NamedTuple):
     """Centroids, and how many states continue alike from them."""
 
     layers: dict[int, InitialCentroids]
-    alike: torch.Tensor  # (k,2): states that continue alike from their centroid, and all states
+    # States of each centroid: how many continue alike from it, and how many there are, (k,2)
+    counts: torch.Tensor
 
     @property
     def share(self) -> float:
         """Share of all states that continue alike from their centroid."""
-        return float(self.alike[:, 0].sum() / self.alike[:, 1].sum())
+        return float(self.counts[:, 0].sum() / self.counts[:, 1].sum().clamp_min(1))
 
     @property
     def has_failed(self) -> torch.Tensor:
         """True for each centroid from which too few of its states continue alike, (k,)."""
-        return (self.alike[:, 1] > 0) & (self.alike[:, 0] < MIN_ALIKE * self.alike[:, 1])
+        return self.counts[:, 0] < MIN_ALIKE * self.counts[:, 1]
 
     def replace_failed(self, vectors: dict[int, torch.Tensor]) -> dict[int, InitialCentroids]:
         """Return the centroids, with other vectors (k,d) for those that have failed."""
@@ -152,8 +153,9 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
     The centroid of a behaviour is the mean of its states. If too many of them continue differently
     from the mean, the centroid is a sample, which is the state after one sequence. If the sample
     fails too, the states have several shapes in spite of their equal behaviour. They are then split
-    into shapes, each with its own centroid. Of all candidates, the first wins from which at most
-    0.01 fewer of the states continue alike than from the best.
+    into shapes, each with its own centroid. Each of these steps gives a candidate: a set of
+    centroids, and the share of the states that continue alike from them. The result is the first
+    candidate whose share is at most 0.01 below the highest share.
 
     Args:
         run: The run.
@@ -168,23 +170,25 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
         return FoundCentroids({}, 0, "no centroids")
     for _ in range(1 + MAX_SPLITS):
         means = compute_means(ends.vectors, labels)
-        candidate = ends.try_centroids(run, means, signatures, labels)
+        candidate = ends.measure_centroids(run, means, signatures, labels)
         candidates.append(candidate)
         if candidate.has_failed.any():
             mistakes = (ends.signatures != signatures[labels]).sum(1)  # meaningless if label is −1
             samples = choose_samples(ends.vectors, labels, mistakes, means)
-            mixed = candidate.replace_failed({i: x[samples] for i, x in ends.vectors.items()})
-            candidate = ends.try_centroids(run, mixed, signatures, labels)
+            sample_vectors = {i: x[samples] for i, x in ends.vectors.items()}
+            replaced = candidate.replace_failed(sample_vectors)
+            candidate = ends.measure_centroids(run, replaced, signatures, labels)
             candidates.append(candidate)
-        failed = candidate.has_failed.nonzero().flatten().tolist()
+        failed_labels = candidate.has_failed.nonzero().flatten().tolist()
+        count = len(signatures) + len(failed_labels)
         # If the share is 0.99, a split would be at most 0.01 better.
-        if not failed or candidate.share >= 0.99 or len(signatures) + len(failed) > capacity:
+        if not failed_labels or candidate.share >= 0.99 or count > capacity:
             break
         joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
-        labels, signatures = _split(failed, joined, labels, signatures)
+        labels, signatures = _split(failed_labels, joined, labels, signatures)
     best_share = max(candidate.share for candidate in candidates)
     best = next(c for c in candidates if c.share >= best_share - 0.01)
-    count = len(best.alike)
+    count = len(best.counts)
     shapes = ""
     if count > len(behaviours.signatures):
         shapes = f", {len(behaviours.signatures)} of them frequent, with states of {count} shapes"
@@ -338,7 +342,7 @@ def _differences(signatures, others):
 
 
 def _split(
-    failed: list[int], vectors: torch.Tensor, labels: torch.Tensor, signatures: torch.Tensor
+    split_labels: list[int], vectors: torch.Tensor, labels: torch.Tensor, signatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Split the states (n,d) of some behaviours in two, by 2-means.
 
@@ -347,7 +351,7 @@ def _split(
     """
     labels, new_signatures = labels.clone(), [signatures]
     count = len(signatures)
-    for label in failed:
+    for label in split_labels:
         rows = (labels == label).nonzero().flatten()
         centered = vectors[rows].double()
         centered = centered - centered.mean(0)
@@ -411,7 +415,7 @@ class _SequenceEnds(NamedTuple):
         joined = {layer: torch.cat(parts) for layer, parts in vectors.items()}
         return cls(batches, joined, probes, torch.cat(signatures))
 
-    def try_centroids(
+    def measure_centroids(
         self,
         run: LoadedRun,
         initial_centroids: dict[int, InitialCentroids],
@@ -425,6 +429,9 @@ class _SequenceEnds(NamedTuple):
             initial_centroids: Layer → its centroids.
             signatures: Signature of each centroid, (k,m).
             labels: Centroid of each sequence, (n,), or −1.
+
+        Returns:
+            The centroids and the counts.
         """
         counts = torch.zeros(len(signatures), 2)
         start = 0

@@ -265,10 +265,10 @@ ARCHITECTURE = {
         0,
         Number(0, 65_536, is_whole=True),
         "Number of learned vectors (centroids) of every layer that can have them. Above 0, such a"
-        " layer does not read its state after the previous token but a mean of the centroids,"
-        " weighted by a learned classifier of the state (docs/model.md#centroids). This corrects a"
-        " state that has drifted from its centroid. Only for `fp_mamba1`, `fp_mamba2`, `lstm`,"
-        " `slstm` and `m2rnn`; no GPU kernel supports it.",
+        " layer reads a mean of the centroids instead of its state after the previous token (of"
+        " `slstm` only the gates do). A learned classifier of the state weights them"
+        " (docs/model.md#centroids). This corrects a state that has drifted from its centroid. Only"
+        " for `fp_mamba1`, `fp_mamba2`, `lstm`, `slstm` and `m2rnn`; no GPU kernel supports it.",
     ),
     "n_heads": Field(
         "auto",
