@@ -154,8 +154,8 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
     from the mean, the centroid is a sample, which is the state after one sequence. If the sample
     fails too, the states have several shapes in spite of their equal behaviour. They are then split
     into shapes, each with its own centroid. Each of these steps gives a candidate: a set of
-    centroids, and the share of the states that continue alike from them. The result is the first
-    candidate whose share is at most 0.01 below the highest share.
+    centroids, and the share of the states that continue alike from them. `_select_candidate`
+    prefers early candidates to slightly better ones.
 
     Args:
         run: The run.
@@ -186,8 +186,7 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
             break
         joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
         labels, signatures = _split(failed_labels, joined, labels, signatures)
-    best_share = max(candidate.share for candidate in candidates)
-    best = next(c for c in candidates if c.share >= best_share - 0.01)
+    best = _select_candidate(candidates)
     count = len(best.counts)
     shapes = ""
     if count > len(behaviours.signatures):
@@ -199,6 +198,12 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
         f" {behaviours.unmerged_count:,} different behaviours{shapes}; from their centroids"
         f" {best.share:.1%} of the states continue alike",
     )
+
+
+def _select_candidate(candidates: list[_Candidate]) -> _Candidate:
+    """Return the first candidate whose share is at most 0.01 below the highest share."""
+    highest_share = max(candidate.share for candidate in candidates)
+    return next(c for c in candidates if c.share >= highest_share - 0.01)
 
 
 class Behaviours(NamedTuple):

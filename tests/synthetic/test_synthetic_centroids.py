@@ -162,6 +162,35 @@ def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
     assert centroids.find_centroids(run, [0], 3).num_centroids == 2
 
 
+def make_candidate(*counts):
+    return centroids._Candidate({}, torch.tensor(counts, dtype=torch.float))
+
+
+def test_a_centroid_fails_by_its_own_share_and_a_candidate_counts_states():
+    candidate = make_candidate((80, 100), (6, 10), (0, 0))
+    assert candidate.has_failed.tolist() == [False, True, False]
+    assert candidate.share == pytest.approx(86 / 110)
+    assert make_candidate((0, 0)).share == 0
+
+
+def test_an_early_candidate_wins_against_a_slightly_better_one():
+    first, second, third = (make_candidate((n, 1000)) for n in (980, 988, 992))
+    assert centroids._select_candidate([first, second]) is first
+    assert centroids._select_candidate([first, second, third]) is second
+
+
+def test_a_state_continues_alike_if_few_predictions_differ():
+    table = make_group(3)
+    run = make_run(Automaton(table, torch.arange(3), random_codes(table)))
+    ends = centroids._SequenceEnds.read(run, [0])
+    signatures, labels = ends.signatures.unique(dim=0, return_inverse=True)
+    means = centroids.compute_means(ends.vectors, labels)
+    for wrong_share, expected in ((0.1, 1), (0.3, 0)):
+        changed = signatures.clone()
+        changed[:, 1 : 1 + int(wrong_share * signatures.shape[1])] += 1
+        assert ends.measure_centroids(run, means, changed, labels).share == expected
+
+
 def test_rare_signatures_join_a_near_one_or_none():
     signatures = torch.tensor(
         [[0] * 8] * 60 + [[1] * 8] * 50 + [[0] * 7 + [2]] * 8 + [[2] * 8] * 2 + [[0] * 6 + [2] * 2]
