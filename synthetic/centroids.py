@@ -34,24 +34,26 @@ SEQUENCES_PER_BATCH = 512
 # Continuations after which the model's predictions are compared.
 NUM_PROBES = 24
 PROBE_LENGTH = 2
-# Signatures are near each other if they differ in at most this share of their predictions. If less
-# than the share RARE of all sequences near a behaviour have a signature, it is a noisy version.
-NEAR = 0.2
-RARE = 1 / 8
-MIN_FREQUENCY = 1 / 16  # frequency of a behaviour relative to the most frequent; rarer: mistakes
-# Initial mean difference between the scores of two centroids: 16 mixes several centroids in A5;
-# 64 and 1,000 are alike.
+# Signatures are near each other if they differ in at most this share of their predictions.
+MAX_DIFFERENCE = 0.2
+# A signature near a behaviour is a noisy version of it if fewer than this share of all sequences
+# near the behaviour have the signature.
+MAX_NOISY_SHARE = 1 / 8
+# Frequency of a behaviour relative to the most frequent one. Rarer ones are mistakes of the model.
+MIN_FREQUENCY = 1 / 16
+# Initial mean difference between the scores of two of many centroids: 16 mixes several centroids in
+# A5; 64 and 1,000 are alike.
 SHARPNESS = 64.0
 UNUSED_BIAS = -1e4  # of an unused centroid, whose weight is then exactly 0
 # Multiple of the mean variance within the states that is added to each variance. Measured on LSTMs
 # and FP-Mamba: 0.03 to 0.1 classify most states correctly. Multiples of each variance itself are
 # not better on A5, and worse on S5 (0.87 instead of 0.90).
 SHRINKAGE = 0.1
-# A centroid has failed if fewer of its states continue alike from it. Measured with means: at least
-# 0.75 for every behaviour of A5, 0 for a behaviour of parity, whose states had two shapes.
+# A centroid has failed if less than this share of its states continue alike from it. Measured with
+# means: at least 0.75 for every behaviour of A5, 0 for a behaviour of parity with two clusters.
 MIN_ALIKE = 0.65
 MAX_SPLITS = 4  # rounds in which behaviours are split
-CHECKED_BATCHES = 8  # batches whose states are continued from their centroids
+NUM_CHECKED_BATCHES = 8  # batches whose states are continued from their centroids
 
 
 class InitialCentroids(NamedTuple):
@@ -152,22 +154,25 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
 
     The centroid of a behaviour is the mean of its states. If too many of them continue differently
     from the mean, the centroid is a sample, which is the state after one sequence. If the sample
-    fails too, the states have several shapes in spite of their equal behaviour. They are then split
-    into shapes, each with its own centroid. Each of these steps gives a candidate: a set of
+    fails too, the states form several clusters in spite of their equal behaviour. They are then
+    split in two, each half with its own centroid. Each of these steps gives a candidate: a set of
     centroids, and the share of the states that continue alike from them. `_select_candidate`
     prefers early candidates to slightly better ones.
 
     Args:
         run: The run.
         layers: Indices of layers that can have centroids.
-        capacity: A split into more centroids is not tried.
+        capacity: Maximum number of centroids.
+
+    Returns:
+        The centroids. If there are none or too many behaviours, only `num_centroids` is meaningful.
     """
     ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
     labels, signatures = behaviours.labels, behaviours.signatures
     candidates: list[_Candidate] = []
-    if not len(signatures):
-        return FoundCentroids({}, 0, "no centroids")
+    if not 1 <= len(signatures) <= capacity:
+        return FoundCentroids({}, len(signatures), "")
     for _ in range(1 + MAX_SPLITS):
         means = compute_means(ends.vectors, labels)
         candidate = ends.measure_centroids(run, means, signatures, labels)
@@ -184,19 +189,21 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
         # If the share is 0.99, a split would be at most 0.01 better.
         if not failed_labels or candidate.share >= 0.99 or count > capacity:
             break
-        joined = torch.cat([ends.vectors[layer] for layer in layers], 1)
-        labels, signatures = _split(failed_labels, joined, labels, signatures)
+        all_vectors = torch.cat([ends.vectors[layer] for layer in layers], 1)
+        labels, signatures = _split(failed_labels, all_vectors, labels, signatures)
     best = _select_candidate(candidates)
     count = len(best.counts)
-    shapes = ""
+    clusters = ""
     if count > len(behaviours.signatures):
-        shapes = f", {len(behaviours.signatures)} of them frequent, with states of {count} shapes"
+        clusters = (
+            f", {len(behaviours.signatures)} of them frequent, with {count} clusters of states"
+        )
     return FoundCentroids(
         best.layers,
         count,
         f"{count} centroids, from {len(ends.signatures):,} states with"
-        f" {behaviours.unmerged_count:,} different behaviours{shapes}; from their centroids"
-        f" {best.share:.1%} of the states continue alike",
+        f" {behaviours.signature_count:,} different signatures{clusters}; from their centroids"
+        f" {best.share:.1%} of {int(best.counts[:, 1].sum()):,} states continue alike",
     )
 
 
@@ -211,7 +218,7 @@ class Behaviours(NamedTuple):
 
     signatures: torch.Tensor  # (k,m)
     labels: torch.Tensor  # (n,): index of the sequence's behaviour, or −1 if it is near to none
-    unmerged_count: int  # number of different signatures
+    signature_count: int  # number of different signatures
 
 
 def merge_signatures(signatures: torch.Tensor) -> Behaviours:
@@ -220,7 +227,7 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     The most frequent signature is a behaviour, and the near and much rarer signatures are its noisy
     versions. The most frequent one of the rest is the next behaviour, and so on, until all others
     together are too rare. All sequences of a behaviour vote on each of its predictions. At last
-    each sequence joins the nearest behaviour, if it is equal in half of the predictions.
+    each sequence joins the nearest behaviour, if at most half of the predictions differ.
     """
     unique, inverse, counts = signatures.unique(dim=0, return_inverse=True, return_counts=True)
     remaining = counts.argsort(descending=True, stable=True)  # indices in `unique`
@@ -228,8 +235,10 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     frequencies: list[int] = []  # number of sequences of each center and its noisy versions
     while len(remaining) and counts[remaining].sum() >= MIN_FREQUENCY * max(frequencies, default=0):
         center = int(remaining[0])
-        is_near = _differences(unique[remaining], unique[center : center + 1])[:, 0] <= NEAR
-        is_rare = counts[remaining] < RARE * counts[remaining[is_near]].sum()
+        is_near = (
+            _differences(unique[remaining], unique[center : center + 1])[:, 0] <= MAX_DIFFERENCE
+        )
+        is_rare = counts[remaining] < MAX_NOISY_SHARE * counts[remaining[is_near]].sum()
         is_merged = is_near & is_rare
         is_merged[0] = True
         centers.append(center)
@@ -313,8 +322,9 @@ def _fit_classifier(x: torch.Tensor, labels: torch.Tensor) -> InitialCentroids:
 
     Score i of a state y is −s/2 times its squared Mahalanobis distance (y − m_i)ᵀ Σ⁻¹ (y − m_i)
     from a mean, plus a term that is equal for all i; s makes the mean difference of two scores
-    SHARPNESS. Σ is the covariance of the states within their labels, because a state can vary far
-    more in directions that do not affect the model than in those that separate the labels.
+    SHARPNESS · k/(k − 1). Σ is the covariance of the states within their labels, because a state
+    can vary far more in directions that do not affect the model than in those that separate the
+    labels.
 
     Source: regularized discriminant analysis (Friedman 1989), shrunk to a multiple of the identity.
     """
@@ -440,7 +450,7 @@ class _SequenceEnds(NamedTuple):
         """
         counts = torch.zeros(len(signatures), 2)
         start = 0
-        for state in self.batches[:CHECKED_BATCHES]:
+        for state in self.batches[:NUM_CHECKED_BATCHES]:
             batch_labels = labels[start : start + len(state.stream_indices)]
             start += len(batch_labels)
             layers: list[Any] = list(state.layers)
@@ -457,7 +467,7 @@ class _SequenceEnds(NamedTuple):
             batch_labels = batch_labels[is_labeled]
             expected = signatures[batch_labels, 1:]
             difference = (continuation[is_labeled] != expected).double().mean(1)
-            is_alike = (difference <= NEAR).float()
+            is_alike = (difference <= MAX_DIFFERENCE).float()
             counts.index_add_(
                 0, batch_labels, torch.stack([is_alike, torch.ones_like(is_alike)], 1)
             )

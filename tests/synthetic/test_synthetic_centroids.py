@@ -121,7 +121,7 @@ def test_states_with_equal_behaviour_share_a_centroid():
     run = make_run(Automaton(table, torch.arange(6) % 3, codes))
     found = centroids.find_centroids(run, [0], 99)
     assert found.num_centroids == 3
-    assert "with 3 different behaviours; from" in found.description
+    assert "with 3 different signatures; from" in found.description
 
 
 def test_states_that_only_a_later_token_distinguishes_are_found():
@@ -147,7 +147,7 @@ def test_a_state_that_does_not_continue_from_its_mean_has_a_sample():
     assert "from their centroids 100.0%" in found.description
 
 
-def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
+def test_a_behaviour_with_two_clusters_of_states_has_two_centroids():
     """Parity: the place of a state depends on the last token, and so does its meaning."""
     table = torch.tensor([[0, 1], [1, 0]])
     codes = torch.tensor([[[3.0, 0.0], [-3.0, 0.0]], [[-3.0, 1.0], [3.0, 1.0]]])
@@ -155,7 +155,7 @@ def test_a_behaviour_with_states_of_two_shapes_has_two_centroids():
     assert found.num_centroids == 4
     expected = sorted(codes.flatten(0, 1).tolist())
     assert sorted(found.layers[0].vectors.round().tolist()) == expected
-    assert "2 of them frequent, with states of 4 shapes; from their centroids 100.0%" in (
+    assert "2 of them frequent, with 4 clusters of states; from their centroids 100.0%" in (
         found.description
     )
     run = make_run(Automaton(table, torch.arange(2), codes))
@@ -196,7 +196,7 @@ def test_rare_signatures_join_a_near_one_or_none():
         [[0] * 8] * 60 + [[1] * 8] * 50 + [[0] * 7 + [2]] * 8 + [[2] * 8] * 2 + [[0] * 6 + [2] * 2]
     )
     found = centroids.merge_signatures(signatures)
-    assert found.signatures.tolist() == [[0] * 8, [1] * 8] and found.unmerged_count == 5
+    assert found.signatures.tolist() == [[0] * 8, [1] * 8] and found.signature_count == 5
     assert found.labels.tolist() == [0] * 60 + [1] * 50 + [0] * 8 + [-1] * 2 + [0]
     near_and_frequent = torch.tensor([[0] * 8] * 60 + [[0] * 7 + [1]] * 20)
     assert len(centroids.merge_signatures(near_and_frequent).signatures) == 2
@@ -220,7 +220,7 @@ def test_sample_is_near_the_mean_and_makes_no_mistake():
 
 
 def test_sample_is_recognized_by_its_keys():
-    """State 5 has the fewest mistakes of label 0, and its keys take it for label 1."""
+    """State 5 has the fewest mistakes of label 0, but the keys assign it label 1."""
     states = torch.tensor([[1.0], [1.2], [0.8], [1.0], [1.1], [9.0], [9.0], [9.0], [9.0]])
     labels, mistakes = torch.tensor([0] * 6 + [1] * 3), torch.tensor([1] * 5 + [0] * 4)
     assert choose(states, labels, mistakes)[0] < 5
