@@ -165,7 +165,7 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
         capacity: Maximum number of centroids.
 
     Returns:
-        The centroids. If there are none or too many behaviours, only `num_centroids` is meaningful.
+        The centroids. With no or too many behaviours, only `num_centroids` is meaningful.
     """
     ends = _SequenceEnds.read(run, layers)
     behaviours = merge_signatures(ends.signatures)
@@ -181,13 +181,13 @@ def find_centroids(run: LoadedRun, layers: list[int], capacity: int) -> FoundCen
             mistakes = (ends.signatures != signatures[labels]).sum(1)  # meaningless if label is −1
             samples = choose_samples(ends.vectors, labels, mistakes, means)
             sample_vectors = {i: x[samples] for i, x in ends.vectors.items()}
-            replaced = candidate.replace_failed(sample_vectors)
-            candidate = ends.measure_centroids(run, replaced, signatures, labels)
+            new_centroids = candidate.replace_failed(sample_vectors)
+            candidate = ends.measure_centroids(run, new_centroids, signatures, labels)
             candidates.append(candidate)
         failed_labels = candidate.has_failed.nonzero().flatten().tolist()
-        count = len(signatures) + len(failed_labels)
+        split_count = len(signatures) + len(failed_labels)
         # If the share is 0.99, a split would be at most 0.01 better.
-        if not failed_labels or candidate.share >= 0.99 or count > capacity:
+        if not failed_labels or candidate.share >= 0.99 or split_count > capacity:
             break
         all_vectors = torch.cat([ends.vectors[layer] for layer in layers], 1)
         labels, signatures = _split(failed_labels, all_vectors, labels, signatures)
@@ -235,9 +235,8 @@ def merge_signatures(signatures: torch.Tensor) -> Behaviours:
     frequencies: list[int] = []  # number of sequences of each center and its noisy versions
     while len(remaining) and counts[remaining].sum() >= MIN_FREQUENCY * max(frequencies, default=0):
         center = int(remaining[0])
-        is_near = (
-            _differences(unique[remaining], unique[center : center + 1])[:, 0] <= MAX_DIFFERENCE
-        )
+        differences = _differences(unique[remaining], unique[center : center + 1])[:, 0]
+        is_near = differences <= MAX_DIFFERENCE
         is_rare = counts[remaining] < MAX_NOISY_SHARE * counts[remaining[is_near]].sum()
         is_merged = is_near & is_rare
         is_merged[0] = True

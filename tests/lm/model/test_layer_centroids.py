@@ -10,7 +10,7 @@ from tests.lm.model import test_lstm, test_m2rnn, test_slstm
 
 COUNT = 5
 SIZES = dict(vocab_size=24, d_model=32, headdim=8, d_state=16, n_layer=1, state_centroids=COUNT)
-WIDTHS = {"lstm": 2 * 32, "slstm": 32, "m2rnn": 64 * 16}  # numbers read
+WIDTHS = {"lstm": 2 * 32, "slstm": 32, "m2rnn": 64 * 16}  # numbers that centroids read
 KINDS = pytest.mark.parametrize("kind", WIDTHS)
 NAMES = {"vectors", "keys", "key_bias"}
 
