@@ -76,8 +76,14 @@ def check_task(cfg: Config, task: Task) -> None:
     """Check that the rule can find states in the training data of a task.
 
     Raises:
-        ConfigError: If no sequence of the first batch ends in an answer.
+        ConfigError: If batches continue each other, or if no sequence of the first batch ends in
+            an answer.
     """
+    if task.streams:
+        raise ConfigError(
+            f"model.state_centroids: batches of {cfg.task.name} continue each other, and the rule"
+            " that finds centroids reads only sequences that start anew: set it to 0"
+        )
     batch = task.batch(cfg.seed, "train", 0, SEQUENCES_PER_BATCH, cfg.train.lengths)
     _, labels, mask = move_to_device(batch, "cpu")
     if not len(_find_answered_rows(labels, mask)[1]):
@@ -395,7 +401,7 @@ def _find_answered_rows(labels, mask):
 class _SequenceEnds(NamedTuple):
     """States at the end of n training sequences, and the model's behaviour after them."""
 
-    batches: list[FPRNNState]  # states of the sequences
+    batches: list[FPRNNState]  # states of the sequences, of the first NUM_CHECKED_BATCHES batches
     vectors: dict[int, torch.Tensor]  # layer → the numbers that centroids read, (n,d)
     probes: torch.Tensor  # (p,PROBE_LENGTH)
     signatures: torch.Tensor  # (n,m): the last prediction, then the predictions after each probe
@@ -421,7 +427,8 @@ class _SequenceEnds(NamedTuple):
             prediction = output.logits.argmax(-1).gather(1, last_position)[rows]
             state = output.state.select(rows)
             continuation = _continue(model, state, probes.to(device))
-            batches.append(state)
+            if len(batches) < NUM_CHECKED_BATCHES:
+                batches.append(state)
             signatures.append(torch.cat([prediction, continuation], 1).cpu())
             for layer in layers:
                 block = model.backbone.layers[layer].block
@@ -449,7 +456,7 @@ class _SequenceEnds(NamedTuple):
         """
         counts = torch.zeros(len(signatures), 2)
         start = 0
-        for state in self.batches[:NUM_CHECKED_BATCHES]:
+        for state in self.batches:
             batch_labels = labels[start : start + len(state.stream_indices)]
             start += len(batch_labels)
             layers: list[Any] = list(state.layers)

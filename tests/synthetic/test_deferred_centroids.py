@@ -186,3 +186,10 @@ def test_task_without_answers_at_the_end_is_refused_at_the_start(make_cfg, monke
     monkeypatch.setattr(task_class, "batch", unanswered_batch)
     with pytest.raises(ConfigError, match="no sequence of word_problem ends in an answer"):
         Training(make_cfg())
+
+
+def test_task_whose_batches_continue_each_other_is_refused(make_cfg, monkeypatch):
+    training = Training(make_cfg())
+    monkeypatch.setattr(type(training.task), "streams", True)
+    with pytest.raises(ConfigError, match="batches of word_problem continue each other"):
+        centroids.check_task(training.cfg, training.task)
