@@ -429,13 +429,15 @@ def m2rnn(
     H = seqs.get_state("h")
     H = q.new_zeros(len(q), *k.shape[2:], v.shape[-1]) if H is None else H.to(q.dtype)
     outputs = []
-    for t in range(q.shape[1]):
+    # One `unbind` is faster than an index per token, whose gradient has the length of the sequence.
+    tokens = zip(*(x.unbind(1) for x in (q, k, v, forget)))
+    for t, (q_t, k_t, v_t, f_t) in enumerate(tokens):
         if seqs.starts is not None:
             H = H * ~seqs.starts[:, t, None, None, None]
         start = H if centroids is None else centroids(H.flatten(1), None).view_as(H)
-        outer = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
-        f = forget[:, t, :, None, None]
+        outer = k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
+        f = f_t[..., None, None]
         new = f * start + (1 - f) * torch.tanh(start @ W + outer)
         H = new if seqs.mask is None else torch.where(seqs.mask[:, t, None, None, None], new, H)
-        outputs.append((q[:, t].unsqueeze(-2) @ H).squeeze(-2))
+        outputs.append((q_t.unsqueeze(-2) @ H).squeeze(-2))
     return torch.stack(outputs, 1), H
