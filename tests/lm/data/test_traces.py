@@ -90,12 +90,18 @@ def test_session_may_ask_before_any_swap():
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_gaps_up_to_a_number_are_geometric(form, read):
-    source = Traces(form=form, gaps=6, documents=2000)
+    source = Traces(form=form, gaps=6, documents=8000)
     shortest = 1 if form == "words" else 0
     gaps = [gap for text in traces.iter_documents(source) for gap in read(text)]
     assert set(gaps) == set(source.possible_gaps) == set(range(shortest, 7))
-    for gap in range(shortest, 6):
-        assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)  # n / (n + 2)
+    weights = {gap: 100 ** (-gap / 6) for gap in range(shortest, 7)}
+    for gap, weight in weights.items():
+        assert gaps.count(gap) / len(gaps) == pytest.approx(weight / sum(weights.values()), abs=0.01)
+
+
+def test_sessions_without_swaps_can_be_a_number():
+    source = Traces(form="repl", gaps=0, documents=20)
+    assert {gap for text in traces.iter_documents(source) for gap in play(text)} == {0}
 
 
 def test_words_of_few_elements_have_low_order():
