@@ -413,7 +413,8 @@ class _SequenceEnds(NamedTuple):
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(cfg.seed)
         probes = torch.randint(task.vocab_size, (NUM_PROBES, PROBE_LENGTH), generator=generator)
-        batches, signatures = [], []
+        batches: list[FPRNNState] = []
+        signatures: list[torch.Tensor] = []
         vectors: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         progress = Progress("finding centroids", NUM_BATCHES, "batches")
         for number in range(NUM_BATCHES):

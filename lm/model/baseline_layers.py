@@ -416,8 +416,8 @@ class SLSTM(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
-        # 1. Contributions of the tokens to the gates: a tuple of l tensors (h,b,4e). One `unbind` is
-        # faster than an index per token, whose gradient has the length of the sequence.
+        # 1. Contributions of the tokens to the gates: a tuple of l tensors (h,b,4e). One `unbind`
+        # is faster than an index per token, whose gradient has the length of the sequence.
         u = seqs.zero_padding(u)
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         before = seqs.get_state("conv", 0)
