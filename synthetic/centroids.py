@@ -82,7 +82,8 @@ def check_task(cfg: Config, task: Task) -> None:
     if task.streams:
         raise ConfigError(
             f"model.state_centroids: batches of {cfg.task.name} continue each other, but the rule"
-            " that finds centroids starts every sequence from an empty state: set it to 0"
+            " that finds centroids starts every sequence from an empty state; set"
+            " model.state_centroids to 0"
         )
     batch = task.batch(cfg.seed, "train", 0, SEQUENCES_PER_BATCH, cfg.train.lengths)
     _, labels, mask = move_to_device(batch, "cpu")
