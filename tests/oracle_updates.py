@@ -28,6 +28,7 @@ ADVERSARIAL = [*CLIPPED, f"train.adversarial_noise={KAPPA}"]
 # Without momentum and clipping, AdamW's first moment is the gradient.
 BF16 = ["train.precision=bf16", "optim.grad_clip=0", "optim.betas=[0.0, 0.95]"]
 DELTA = "model.layers=gated_deltanet gated_deltaproduct"
+LSTM = "model.layers=lstm"
 STAGES = [(stage,) for stage in range(4)]
 OTHER_MODELS = [(1, "model.name=transformer"), (3, DELTA)]
 
@@ -72,11 +73,13 @@ def plain(ranks, stage, *settings):
     }
 
 
-def against_adversary(ranks, stage):
+def against_adversary(ranks, stage, *settings):
     """Compare the cross-entropy of the first passes, and the norm of half the gradient of all."""
     # Every sequence gets the largest noise, by autograd as in the engine.
     with mock.patch("torch.rand", lambda shape, **_: torch.ones(shape)):
-        model, engine, ids, labels, micro_batches = prepare(ranks, stage, *ADVERSARIAL)
+        model, engine, ids, labels, micro_batches = prepare(
+            ranks, stage, *ADVERSARIAL, *settings
+        )
         updates = [
             engine.step(micro_batches, has_adversarial_pass=has_noise)
             for has_noise in (True, True, False)
@@ -132,7 +135,11 @@ def gradients(engine):
             yield fragment.name, moment[fragment.flat], fragment.flattened
 
 
-CASES = {plain: [*STAGES, *OTHER_MODELS], against_adversary: STAGES, under_bf16: STAGES}
+CASES = {
+    plain: [*STAGES, *OTHER_MODELS],
+    against_adversary: [*STAGES, (3, LSTM)],
+    under_bf16: STAGES,
+}
 
 
 def main():

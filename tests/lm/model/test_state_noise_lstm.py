@@ -81,13 +81,21 @@ def run_lstm_oracle(block, inputs, noise, is_start):
 @pytest.mark.parametrize("centroids, returns_state", [(0, False), (0, True), (3, False)])
 def test_lstm_reads_the_noisy_h(centroids, returns_state):
     block = model_of("lstm", centroids).backbone.layers[0].block
-    inputs, noise = torch.randn(2, LENGTH, D).double(), sample_noise().double()
+    inputs, noise = torch.randn(2, LENGTH, D).double().requires_grad_(), sample_noise().double()
     starts = torch.zeros(2, LENGTH, dtype=torch.bool)
-    starts[1, 6] = True
+    starts[0, [0, 3]] = starts[1, [5, 6, 8]] = True
     output, _ = block.run(inputs, Sequences(starts=starts, noise=noise, return_state=returns_state))
-    for row in range(2):
-        expected = run_lstm_oracle(block, inputs[row], noise[row], starts[row])
-        torch.testing.assert_close(output[row], expected, rtol=1e-9, atol=1e-9)
+    expected = torch.stack(
+        [run_lstm_oracle(block, inputs[row], noise[row], starts[row]) for row in range(2)]
+    )
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+    parameters, weights = dict(block.named_parameters()), torch.randn(2, LENGTH, D)
+    results = [
+        torch.autograd.grad((outputs * weights).sum(), [inputs, *parameters.values()])
+        for outputs in (output, expected)
+    ]
+    for name, gradient, expected_gradient in zip(["inputs", *parameters], *results, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, msg=name)
 
 
 def slstm_step(block, gate_inputs, y, c, n, m):

@@ -29,10 +29,11 @@ def test_update_equals_plain_autograd(kind, tolerance, updates):
 
 
 def test_adversarial_update_reports_only_its_first_passes(updates):
-    """Each of the three updates has four sequences, with a micro-batch each."""
+    """Each of the three updates has four sequences, with a micro-batch each; an LSTM has no solve."""
     processes, comparisons = updates
-    for stage, case in comparisons["against_adversary"].items():
-        assert case["solves"] == [4 // processes] * 3, stage
+    for name, case in comparisons["against_adversary"].items():
+        solves = 0 if "lstm" in name else 4 // processes
+        assert case["solves"] == [solves] * 3, name
 
 
 def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
