@@ -29,7 +29,7 @@ def test_update_equals_plain_autograd(kind, tolerance, updates):
 
 
 def test_adversarial_update_reports_only_its_first_passes(updates):
-    """Each of the three updates has four sequences, with a micro-batch each; an LSTM has no solve."""
+    """Each update has four sequences, one per micro-batch; an LSTM has no solve."""
     processes, comparisons = updates
     for name, case in comparisons["against_adversary"].items():
         solves = 0 if "lstm" in name else 4 // processes
