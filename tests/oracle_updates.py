@@ -77,9 +77,7 @@ def against_adversary(ranks, stage, *settings):
     """Compare the cross-entropy of the first passes, and the norm of half the gradient of all."""
     # Every sequence gets the largest noise, by autograd as in the engine.
     with mock.patch("torch.rand", lambda shape, **_: torch.ones(shape)):
-        model, engine, ids, labels, micro_batches = prepare(
-            ranks, stage, *ADVERSARIAL, *settings
-        )
+        model, engine, ids, labels, micro_batches = prepare(ranks, stage, *ADVERSARIAL, *settings)
         updates = [
             engine.step(micro_batches, has_adversarial_pass=has_noise)
             for has_noise in (True, True, False)
