@@ -341,13 +341,15 @@ class LSTM(PlainLayer):
 
     def _run_by_token(self, u, h, c, seqs):
         """Return the same as `_run_at_once`, where every token reads the centroids."""
-        outputs = []
-        # One `split` is faster than a slice per token, whose gradient has the length of u.
+        outputs, noise = [], None
+        # `split` and `unbind` are faster than a slice per token, whose gradient has the length of u.
+        all_noise = None if seqs.noise is None else seqs.noise.to(u.dtype).unbind(1)
         for t, token in enumerate(u.split(1, 1)):
             if seqs.starts is not None:
                 is_continued = ~seqs.starts[:, t, None]
                 h, c = h * is_continued, c * is_continued
-            noise = None if seqs.noise is None else seqs.noise[:, t].to(h.dtype)
+            if all_noise is not None:
+                noise = all_noise[t]
             read_state = self._read_state(h, c, noise)
             output, end = self.lstm(token, tuple(x.unsqueeze(0) for x in read_state))
             end = [x.squeeze(0).to(u.dtype) for x in end]

@@ -59,6 +59,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     """Return the numbers of a run, which may still train, for summary.json.
 
     They are the last numbers in metrics.jsonl, and for a finished run those in result.json.
+    "config" has the settings that differ from the defaults.
     """
     scores = ("loss", "perplexity", "bits_per_byte")
     summary = {
@@ -82,6 +83,10 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         summary["layers"] = layers_with_none.to_dict("index")
     if run.tasks:
         summary["evaluation"] = run.tasks
+        summary["evaluation_limit"] = run.limit
+    if run.defaults:  # empty if config.yaml is damaged
+        pairs = run.config.items()
+        summary["config"] = {k: v for k, v in pairs if run.defaults.get(k) != v}
     return summary
 
 
