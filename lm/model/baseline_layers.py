@@ -342,7 +342,7 @@ class LSTM(PlainLayer):
     def _run_by_token(self, u, h, c, seqs):
         """Return the same as `_run_at_once`, where every token reads the centroids."""
         outputs, noise = [], None
-        # `split` and `unbind` are faster than a slice per token, whose gradient has the length of u.
+        # A slice per token would be slower: its gradient has the length of u.
         all_noise = None if seqs.noise is None else seqs.noise.to(u.dtype).unbind(1)
         for t, token in enumerate(u.split(1, 1)):
             if seqs.starts is not None:
