@@ -328,9 +328,9 @@ class LSTM(PlainLayer):
         noise, positions, resets_and_keeps = seqs.noise, None, None
         if seqs.starts is not None or (seqs.mask is not None and seqs.return_state):
             positions, resets_and_keeps = _insert_resets(u, seqs)
-        if positions is not None:
+            place_count = resets_and_keeps.shape[1]
             u, noise = (
-                None if x is None else _scatter_tokens(x, positions, resets_and_keeps.shape[1])
+                None if x is None else _scatter_tokens(x, positions, place_count)
                 for x in (u, noise)
             )
         output, end = self.lstm(u, (h.unsqueeze(0), c.unsqueeze(0)), noise, resets_and_keeps)
