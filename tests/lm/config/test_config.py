@@ -20,7 +20,7 @@ from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME,
 from lm.config.schema import INVISIBLE_CHARACTERS, Config
 from lm.config.yaml_text import Loader, parse
 from lm.model.fields import FIELDS, FIELDS_BY_KIND, LAYER_OPTIONS
-from lm.training.build import build_model
+from lm.training.build import build_model, check_section
 from tests import config_page
 
 ROOT = Path(__file__).parents[3]
@@ -389,10 +389,14 @@ def test_every_shipped_yaml_parses(path):
     cfg = config.load(path, schema=schema)
     assert cfg.name == tree["name"]
     assert config.build(parse(cfg.to_yaml(), "written"), "written", schema) == cfg
+    point_configs = [cfg]
     if "sweep" in tree:
         points = config.sweep_points(tree, str(path), schema)
-        names = {config.load(path, (), i, schema).name for i in range(len(points))}
-        assert len(names) == len(points)
+        point_configs = [config.load(path, (), i, schema) for i in range(len(points))]
+        assert len({point.name for point in point_configs}) == len(points)
+    if schema is Config:
+        for section in {point.model.model_dump_json(): point for point in point_configs}.values():
+            check_section(section.model, section.solver, section.data.seq_len)
 
 
 PAPER_CONFIG = ROOT / "configs/lm/fpmamba_160m_fineweb2b_paper.yaml"
