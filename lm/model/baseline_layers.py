@@ -237,49 +237,51 @@ class LSTMState(NamedTuple):
     c: torch.Tensor  # (b,d) cell
 
 
-class GatedLSTM(nn.LSTM):
-    """torch's LSTM of one layer, with noise on the state and tokens that reset or keep it.
+class ResettableLSTM(nn.LSTM):
+    """torch's LSTM of one layer, with noise on h and with steps that reset or keep the state.
 
-    Noise needs no loop over tokens, because W u + R (h + noise) = [W, R] [u, noise] + R h. A reset
-    or a kept state needs none either: constants are added to the gates before their sigmoids. With
-    25 resets per row and noise, this is 5 times as fast as a call for each part between two resets
-    (length 512, batch 8, width 102, one CPU core).
+    Noise needs no loop over tokens, because W u + R (h + noise) = [W, R] [u, noise] + R h. Resets
+    need no loop either: a large constant added to the input of a gate sets the gate to 0 or 1. With
+    25 resets per row and noise, this is 5 times as fast as one call per document (length 512, batch
+    8, width 102, one CPU core).
     """
 
-    CLOSED, OPEN = -1e4, 1e4  # their sigmoids are 0 and 1, exactly
+    # Inputs of gates that are 0 or 1, exactly while the rest of the input is below 9,900. fp16 has
+    # both numbers.
+    CLOSED, OPEN = -1e4, 1e4
 
     def forward(
         self,
         u: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor],
         noise: torch.Tensor | None = None,
-        resets_and_keeps: torch.Tensor | None = None,
-    ) -> Any:
-        """Run over all tokens.
+        flags: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Run over all steps.
 
         Args:
             u: Inputs, (b,l,d).
-            state: h and c before the first token, (1,b,d) each.
-            noise: Noise (b,l,d) on the h that the gates of a token read.
-            resets_and_keeps: (b,l,2) of 0 and 1. After a token with 1 at the first place, h and c
-                are zero. A token with 1 at the second place leaves c as it is.
+            state: h and c before the first step, (1,b,d) each.
+            noise: Noise (b,l,d) on the h that the gates of a step read.
+            flags: (b,l,2), True or False. Where the first flag is True, h and c are zero after the
+                step. Where the second is True, c stays as it is, and h is arbitrary.
 
         Returns:
-            Outputs (b,l,d), and h and c after the last token, (1,b,d) each.
+            Outputs (b,l,d), and the pair of h and c after the last step, (1,b,d) each.
         """
-        if noise is None and resets_and_keeps is None:
+        if noise is None and flags is None:
             return super().forward(u, state)
         w, r, *biases = self.all_weights[0]
         inputs, weights = [u], [w]
         if noise is not None:
             inputs.append(noise.to(u.dtype))
             weights.append(r)
-        if resets_and_keeps is not None:
-            inputs.append(resets_and_keeps.to(u.dtype))
-            # The gates are i, f, g, o; see the class for their use.
+        if flags is not None:
+            inputs.append(flags.to(u.dtype))
+            # The order of the gates is i, f, g, o.
             reset, keep = (self.CLOSED, self.CLOSED, 0, self.CLOSED), (self.CLOSED, self.OPEN, 0, 0)
-            columns = w.new_tensor([reset, keep]).T
-            weights.append(columns.repeat_interleave(self.hidden_size, 0))
+            gate_constants = w.new_tensor([reset, keep]).T
+            weights.append(gate_constants.repeat_interleave(self.hidden_size, 0))
         all_weights = [torch.cat(weights, 1), r, *biases]
         inputs = torch.cat(inputs, -1)
         output, *end = torch.lstm(
@@ -298,7 +300,7 @@ class LSTM(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.noise_width = config.d_model
-        self.lstm = GatedLSTM(config.d_model, config.d_model, batch_first=True)
+        self.lstm = ResettableLSTM(config.d_model, config.d_model, batch_first=True)
         self.centroids = build_centroids(config, 2 * config.d_model)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -315,34 +317,39 @@ class LSTM(PlainLayer):
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, LSTMState | None]:
         zero = u.new_zeros(len(u), u.shape[-1])
         h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.get_state, ("h", "c")))
-        run = self._run_at_once if self.centroids is None else self._run_by_token
-        output, h, c = run(u, h, c, seqs)
+        run_tokens = self._run_in_one_call if self.centroids is None else self._run_by_token
+        output, h, c = run_tokens(u, h, c, seqs)
         end = LSTMState(h.detach().clone(), c.detach().clone()) if seqs.return_state else None
         return output, end
 
-    def _run_at_once(self, u, h, c, seqs):
-        """Return the outputs (b,l,d), and h and c after the last token.
+    def _run_in_one_call(self, u, h, c, seqs):
+        """Return the outputs (b,l,d), and h and c after the last token that is not padding.
 
-        h, c: The state before the first token, (b,d).
+        Without `seqs.return_state`, the returned h and c are arbitrary. h, c: The state before the
+        first token, (b,d).
         """
-        noise, positions, resets_and_keeps = seqs.noise, None, None
+        noise, positions, flags = seqs.noise, None, None
         if seqs.starts is not None or (seqs.mask is not None and seqs.return_state):
-            positions, resets_and_keeps = _insert_resets(u, seqs)
-            place_count = resets_and_keeps.shape[1]
+            positions, flags = _plan_resets(u, seqs)
+            is_empty = flags.any(-1, keepdim=True)  # what stands at padding must not reach c
+            length = flags.shape[1]
             u, noise = (
-                None if x is None else _scatter_tokens(x, positions, place_count)
+                None
+                if x is None
+                else _scatter_tokens(x, positions, length).masked_fill(is_empty, 0)
                 for x in (u, noise)
             )
-        output, end = self.lstm(u, (h.unsqueeze(0), c.unsqueeze(0)), noise, resets_and_keeps)
+        output, (_, end_c) = self.lstm(u, (h.unsqueeze(0), c.unsqueeze(0)), noise, flags)
         if positions is not None:
             output = gather_tokens(output, positions)
-        last_h = last_valid_tokens(output, 1, h.unsqueeze(1), seqs).squeeze(1)
-        return output, last_h.to(u.dtype), end[1].squeeze(0).to(u.dtype)
+        if seqs.return_state:
+            h = last_valid_tokens(output, 1, h.unsqueeze(1), seqs).squeeze(1)
+        return output, h.to(u.dtype), end_c.squeeze(0).to(u.dtype)
 
     def _run_by_token(self, u, h, c, seqs):
-        """Return the same as `_run_at_once`, where every token reads the centroids."""
+        """Return the same for a layer with centroids, which every token reads."""
         outputs, noise = [], None
-        # A slice per token would be slower: its gradient has the length of u.
+        # `unbind` and `split` are faster than slices: the gradient of a slice has the length of u.
         all_noise = None if seqs.noise is None else seqs.noise.to(u.dtype).unbind(1)
         for t, token in enumerate(u.split(1, 1)):
             if seqs.starts is not None:
@@ -371,22 +378,25 @@ class LSTM(PlainLayer):
         return 2 * gates + 4 * self.config.state_centroids * 2 * d  # scores, and the mean
 
 
-def _insert_resets(u, seqs):
-    """Place the tokens of every row so that a place before each document is free for a reset.
+def _plan_resets(u, seqs):
+    """Return new positions of the tokens that leave one position free before each document.
 
     Returns:
-        The places of the tokens, (b,l), and the `resets_and_keeps` of GatedLSTM for all m places,
-        (b,m,2). Padding and the unused places at the end of a row keep the state.
+        The positions (b,l), and the `flags` of ResettableLSTM for all positions, (b,·,2). Padding
+        and the unused positions at the end of a row keep c.
     """
     shape = u.shape[:2]
-    is_start = u.new_zeros(shape, dtype=torch.bool) if seqs.starts is None else seqs.starts
     is_token = u.new_ones(shape, dtype=torch.bool) if seqs.mask is None else seqs.mask
+    is_start = torch.zeros_like(is_token) if seqs.starts is None else seqs.starts & is_token
     positions = torch.arange(shape[1], device=u.device) + is_start.cumsum(1)
-    place_count = shape[1] + int(is_start.sum(1).max())
-    # A reset is one place before its document: drop the first place of a longer row.
-    is_reset = _scatter_tokens(is_start.unsqueeze(-1), positions, place_count + 1)[:, 1:]
-    is_kept = ~(is_reset | _scatter_tokens(is_token.unsqueeze(-1), positions, place_count))
-    return positions, torch.cat([is_reset, is_kept], -1)
+    length = shape[1]
+    if seqs.starts is not None:
+        length += int(is_start.sum(1).max())
+    # A reset stands one position before its document: scatter it to the position of the document in
+    # a row that is longer by one, and drop the first position.
+    is_reset = _scatter_tokens(is_start.unsqueeze(-1), positions, length + 1)[:, 1:]
+    keeps_c = ~(is_reset | _scatter_tokens(is_token.unsqueeze(-1), positions, length))
+    return positions, torch.cat([is_reset, keeps_c], -1)
 
 
 def _scatter_tokens(x, positions, length):

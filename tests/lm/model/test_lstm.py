@@ -77,6 +77,17 @@ def test_a_row_of_padding_keeps_its_state(layer):
     assert not torch.equal(end.h[0], before.h[0])
 
 
+def test_values_and_starts_at_padding_do_not_change_the_state(layer):
+    """The second row has one token, then padding with NaN and the start of a document."""
+    u = torch.randn(2, 3, WIDTH).double()
+    mask = torch.tensor([[True] * 3, [True, False, False]])
+    starts = torch.tensor([[False] * 3, [False, False, True]])
+    expected = layer(u[1:, :1], Sequences(return_state=True))[2]
+    u[1, 1:] = float("nan")
+    end = layer(u, Sequences(mask, starts, return_state=True))[2]
+    torch.testing.assert_close((end.h[1:], end.c[1:]), tuple(expected), rtol=0, atol=1e-12)
+
+
 def test_flops_are_two_per_weight_of_a_matrix(layer):
     weights = (p.numel() for p in layer.parameters() if p.ndim > 1)
     assert layer.flops_per_token(length=10) == 2 * sum(weights)
