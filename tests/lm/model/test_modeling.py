@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 import fprnn  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import REMOVED_FIELDS, FPRNNConfig
 from lm.model.fields import FIELDS_BY_KIND, FIXED_POINT_KINDS, GATED_MIXERS
-from lm.model.layers import ShortConv
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 
 
@@ -107,18 +106,6 @@ def test_initial_output_scales_are_as_configured():
     }
     for name, weight in plain.items():
         torch.testing.assert_close(scaled[name], factors.get(name, 1.0) * weight)
-
-
-@pytest.mark.parametrize("kind", ["fp_mamba1", "fp_mamba2", "fp_rnn", "mamba"])
-def test_convolutions_of_fixed_point_layers_start_near_the_identity(kind):
-    fields = {} if kind == "mamba" else {"use_short_conv": True, "glu_in_loop": False}
-    block = small(layers=kind, headdim=8, **fields).backbone.layers[0].block
-    convolutions = [module for module in block.modules() if isinstance(module, ShortConv)]
-    assert len(convolutions) == (5 if kind == "fp_rnn" else 1)
-    for conv in convolutions:
-        newest_tap = 0 if kind == "mamba" else 2
-        taps = conv.weight - torch.tensor([0, 0, 0, newest_tap])
-        assert 0.4 < taps.abs().max() <= 0.5
 
 
 def test_a_layer_may_be_narrower_than_the_model():
