@@ -383,6 +383,11 @@ def _check_mixer(config, kind):
             f" gates ({', '.join(GATED_MIXERS)}), not for {config.mixer}; leave it 0 (in the"
             " options of this layer)"
         )
+    if config.short_conv_identity_init and not config.use_short_conv:
+        raise ValueError(
+            "short_conv_identity_init is True, but use_short_conv is False: there is no convolution"
+            " to initialize; set use_short_conv: true (in the options of this layer)"
+        )
     if config.mixer == "monarch" and d % config.mixer_rank:
         raise ValueError(
             f"mixer_rank is {config.mixer_rank}: for monarch it is the block size and must divide"

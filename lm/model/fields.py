@@ -311,6 +311,14 @@ LAYER_OPTIONS = {
         "Factor on the initial `out_proj` of a fixed-point layer: the scale of its output at"
         " initialization (notes/2026-11-initial-output-scale.md).",
     ),
+    "short_conv_identity_init": Field(
+        False,
+        bool,
+        "Let the short convolution of a fixed-point layer start near the identity. Otherwise its"
+        " output is much smaller than sh(y) at initialization, and training can become unstable;"
+        " mixers that start near the identity do not need it"
+        " (docs/results-language-models.md#one-change-at-a-time).",
+    ),
     "symm_mixer": Field(False, bool, "The mixer reads the sum x + sh(y) instead of both."),
     "bc_norm": Field(True, bool, "Normalize B and C."),
     "eps": Field(
@@ -475,7 +483,14 @@ _MIXER_FIELDS = (
     "mixer_h_dep",
     "symm_mixer",
 )
-_BLOCK_FIELDS = ("expand", "use_short_conv", "out_norm_epsilon", "out_proj_init_scale", "eps")
+_BLOCK_FIELDS = (
+    "expand",
+    "use_short_conv",
+    "short_conv_identity_init",
+    "out_norm_epsilon",
+    "out_proj_init_scale",
+    "eps",
+)
 _FP_MAMBA_FIELDS = (
     *_MIXER_FIELDS,
     *_BLOCK_FIELDS,

@@ -13,7 +13,7 @@ from .blocks import FPMamba1, FPMamba2, build_block
 from .delta import KDA, RWKV7, DeltaProduct, GatedDeltaNet, GatedDeltaProduct
 from .diagonal import M2RNN, Mamba, Mamba2, Mamba3
 from .fixed_point import FixedPointBlock
-from .layers import Centroids, Orthogonal, RMSNorm, WNLinear
+from .layers import Centroids, Orthogonal, RMSNorm, ShortConv, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
 from .state import Sequences
 
@@ -140,6 +140,8 @@ def _initialize_block(module, cfg):
     if isinstance(module, FixedPointBlock):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
         _initialize_gates(module.mixer, cfg.mixer_gate_init_bias)
+        if cfg.short_conv_identity_init:
+            _add_identity(module)
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
         init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
@@ -220,6 +222,15 @@ def _initialize_lstm(lstm):
     bias[width : 2 * width] = 1  # the order of the gates is i, f, g, o
     init.copy_(lstm.bias_ih_l0, bias)
     init.zeros_(lstm.bias_hh_l0)
+
+
+def _add_identity(block):
+    """Add 2 to the newest tap of a block's short convolutions, because silu(2x) ≈ x for small x."""
+    for module in block.modules():
+        if isinstance(module, ShortConv):
+            newest_tap = torch.zeros_like(module.weight)
+            newest_tap[..., -1] = 2
+            init.copy_(module.weight, module.weight + newest_tap)
 
 
 def _initialize_gates(mixer, value):

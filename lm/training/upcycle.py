@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
-INIT_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale")  # only choose initial weights
+# These fields only choose initial weights.
+INIT_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale", "short_conv_identity_init")
 # Fields whose "auto" depends on other fields: {field: function of the config}.
 DERIVED_FIELDS = {"n_heads": resolve_n_heads, "d_ff": resolve_d_ff}
 LAYER_INDEX = re.compile(r"(?<=^backbone\.layers\.)\d+")

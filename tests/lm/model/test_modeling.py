@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import fprnn  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import REMOVED_FIELDS, FPRNNConfig
 from lm.model.fields import FIELDS_BY_KIND, FIXED_POINT_KINDS, GATED_MIXERS
+from lm.model.layers import ShortConv
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 
 
@@ -106,6 +107,25 @@ def test_initial_output_scales_are_as_configured():
     }
     for name, weight in plain.items():
         torch.testing.assert_close(scaled[name], factors.get(name, 1.0) * weight)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("fp_mamba1", 1), ("fp_mamba2", 1), ("fp_rnn", 5)])
+def test_convolutions_start_near_the_identity_if_configured(kind, count):
+    def newest_taps(identity):
+        options = {"use_short_conv": True, "short_conv_identity_init": identity}
+        layers = [{kind: options}, "mamba"]
+        model = small(layers=layers, headdim=8, glu_in_loop=False)
+        weights = model.state_dict()
+        convolutions = [m for m in model.modules() if isinstance(m, ShortConv)]
+        assert len(convolutions) == count + 1
+        return weights, [conv.weight for conv in convolutions]
+
+    weights, ordinary = newest_taps(False)
+    weights_near_identity, near_identity = newest_taps(True)
+    for old, new in zip(ordinary[:-1], near_identity[:-1], strict=True):
+        torch.testing.assert_close(new, old + torch.tensor([0, 0, 0, 2.0]))
+    same = [torch.equal(weight, weights_near_identity[name]) for name, weight in weights.items()]
+    assert same.count(False) == count  # the convolution of the Mamba layer starts as always
 
 
 def test_a_layer_may_be_narrower_than_the_model():
@@ -232,6 +252,13 @@ def test_loaded_gate_is_not_initialized(tmp_path):
     assert loaded.config.mixer_gate_init_bias == -3.0
     biases = [layer.block.mixer.alpha_proj.bias.item() for layer in loaded.backbone.layers]
     assert biases == [0.25, -3.0]
+
+
+def test_identity_init_without_a_convolution_is_refused():
+    with pytest.raises(
+        ValueError, match=r"fp_mamba1: short_conv_identity_init is True.* use_short_conv"
+    ):
+        small(layers=[{"fp_mamba1": {"short_conv_identity_init": True}}])
 
 
 @pytest.mark.parametrize(
