@@ -16,6 +16,8 @@ from torch import nn
 
 from lm.common.console import Progress, say
 from lm.common.files import check_file, write_json, writing
+from lm.model.baseline_layers import AttentionState
+from lm.model.state import FPRNNState
 from lm.runs.metrics import fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
 from synthetic.build import load_run
@@ -101,7 +103,8 @@ def compute_answers(
         input_ids: Tokens, shape (b,l).
         mask: False at padding, shape (b,l), or None.
         state: State to start from; None: an empty one.
-        carries_state: Whether to pass `state` to the model and to return the next state.
+        carries_state: Whether to pass `state` to the model and to return the next state. The next
+            state of attention has as many keys as the batch has tokens.
         token_by_token: Call the model once for each token, with the state after the previous token.
     """
     if not carries_state:
@@ -122,7 +125,18 @@ def compute_answers(
         state = output.state
         logits.append(output.logits)
         statistics.append(getattr(output, "fixed_point", None))
-    return Answers(torch.cat(logits, 1), statistics, state)
+    return Answers(torch.cat(logits, 1), statistics, _limit_attention(state, length))
+
+
+def _limit_attention(state: FPRNNState, kept: int) -> FPRNNState:
+    """Return a state in which attention layers have the keys of the last `kept` tokens only.
+
+    Otherwise a stream's keys would need more memory and time with every segment.
+    """
+    layers = (
+        layer.forget(kept) if isinstance(layer, AttentionState) else layer for layer in state.layers
+    )
+    return state._replace(layers=tuple(layers))
 
 
 def describe_solver(model: nn.Module, length: int | None = None) -> dict | str:

@@ -67,6 +67,12 @@ def label_model(cfg: Config, point: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def label_model_kind(cfg: Config, point: dict[str, Any]) -> str:
+    """Describe a sweep point like `label_model`, but without its width and number of layers."""
+    sizes = ("model.d_model", "model.n_layer")
+    return label_model(cfg, {key: value for key, value in point.items() if key not in sizes})
+
+
 def _describe_model_kind(model: Model) -> str:
     """Return "Mamba" or "FP-Mamba householder 4"; for a mixed stack its layers."""
     text = _NAMES.get(model.name) or _BLOCKS[model.block]

@@ -1,4 +1,4 @@
-"""Figures of the reports: curves over length, scatter plots, bar charts, training times."""
+"""Figures of the reports: curves over length or size, scatter plots, bars, training times."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from lm.common.errors import UserError
 from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE
+from synthetic.labels import label_model_kind
 from synthetic.result_tables import (
     FinishedRun,
     average_seeds,
@@ -274,7 +275,7 @@ def draw_bars(
         title: Title of the figure.
         metric: Metric to draw; None: the headline metric.
         lengths: Evaluated lengths that a bar shows. "double": twice the training length; "beyond":
-            mean over the training length and all longer lengths; "all": mean over all lengths.
+            mean over the training length and all longer lengths.
 
     Raises:
         ReportError: If a run has no such metric.
@@ -322,10 +323,35 @@ def _select_lengths(evaluated: list[int], trained_to: int, lengths: str) -> tupl
     if lengths == "double":
         length = find_nearest(evaluated, 2 * trained_to)
         return [length], f"at length {length}"
-    if lengths == "beyond":
-        longer = [length for length in evaluated if length >= trained_to] or evaluated
-        return longer, f"mean of lengths {longer[0]} to {longer[-1]}"
-    return evaluated, "on the test set"  # "all" is for CatbAbI, which has a single length
+    longer = [length for length in evaluated if length >= trained_to] or evaluated
+    return longer, f"mean of lengths {longer[0]} to {longer[-1]}"
+
+
+def draw_sizes(runs: list[FinishedRun], title: str) -> Drawing:
+    """Draw the headline metric over the number of parameters, with a line for each kind of model.
+
+    Models of the same kind differ in width or in the number of layers.
+    """
+    table = build_final_table(runs)
+    lines = build_headline_table(runs)
+    means = average_seeds(lines, ("label",))
+    parameters = {run.label: run.result["parameters"] for run in runs}
+    kinds = {run.label: label_model_kind(run.cfg, run.point) for run in runs}
+    metric = format_metric(runs[0].headline)
+    figure, (ax,) = create_figure([""], title)
+    for kind, style in make_styles(list(dict.fromkeys(kinds.values()))).items():
+        labels = [label for label in kinds if kinds[label] == kind]
+        labels.sort(key=lambda label: parameters[label])
+        curve = means.loc[labels].set_axis([parameters[label] for label in labels])
+        draw_curve(ax, curve, style, f"{kind} (n = {format_seed_count(curve['n'])})")
+    ax.set(xlabel="parameters", ylabel=f"{metric}, test set", xscale="log")
+    ax.grid(alpha=0.3)
+    ax.axhline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
+    add_legend(figure, [ax])
+    summary = build_summary(lines.assign(column=metric), runs)
+    for row in summary:
+        row["parameters"] = f"{parameters[row['run']]:,}"
+    return Drawing(figure, table, summary, [*describe_figure(lines, runs), ERROR_NOTE])
 
 
 def draw_training_times(runs: list[FinishedRun], title: str) -> Drawing:
@@ -378,6 +404,7 @@ DRAW_FUNCTIONS: dict[str, Callable[..., Drawing]] = {
     "curves": draw_curves,
     "scatter": draw_scatter,
     "bars": draw_bars,
+    "sizes": draw_sizes,
     "times": draw_training_times,
 }
 

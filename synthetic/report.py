@@ -90,8 +90,7 @@ REPORTS = {
     "catbabi": Report(
         "CatbAbI",
         "CatbAbI, answers",
-        "bars",
-        {"lengths": "all"},
+        "sizes",
         paper_values="10k questions a task, 1 and 2 layers: Mamba 0.7828, 0.8708; FP-Mamba"
         " kronecker 0.7993, 0.8416; householder 1 0.8132, 0.8908; 2 0.8160, 0.8747; 3 0.8079,"
         " 0.8955",

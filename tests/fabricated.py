@@ -106,7 +106,7 @@ def fabricate(cfg: Config, solved_length: float, seconds: float = 200.0) -> None
     result = {
         "task": cfg.task.name,
         "model": cfg.model.name,
-        "parameters": 1,
+        "parameters": cfg.model.n_layer * cfg.model.d_model**2,
         "updates": 1000,
         "solved_at": None,
         "training_seconds": seconds,

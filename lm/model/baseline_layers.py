@@ -108,6 +108,13 @@ class AttentionState(NamedTuple):
     positions: torch.Tensor  # (b,t), position of each key, or NO_POSITION
     next_position: torch.Tensor  # (b,), position of the next token
 
+    def forget(self, kept: int) -> "AttentionState":
+        """Return the state with only the keys and values of the last `kept` tokens."""
+        keys, values, positions = (
+            t[:, -kept:].clone() for t in (self.keys, self.values, self.positions)
+        )
+        return AttentionState(keys, values, positions, self.next_position)
+
 
 class Attention(PlainLayer):
     """Causal attention within documents: softmax(q kᵀ / √e) v."""

@@ -36,6 +36,18 @@ sweep:
   seed: [0, 1, 2]
 """
 
+SIZES = """
+name: sizes
+model: {d_model: 16, n_layer: 1}
+task: {name: copy}
+train: {length: 16}
+eval: {lengths: "16"}
+sweep:
+  model: [{name: mamba, n_layer: 1}, {name: mamba, n_layer: 2}, {name: lstm}]
+  model.d_model: [64, 32]
+  seed: [0, 1]
+"""
+
 
 def make_finished_runs(text, tmp_path, choose_solved_length) -> list[FinishedRun]:
     """Return the finished runs of a sweep; a run whose solved length is None is missing."""
@@ -193,3 +205,19 @@ def test_scatter_pairs_points_by_seed(tmp_path):
     values = table[table["length"] == 32].set_index(["task", "metric"])["value"]
     expected = values["copy", "character_accuracy"], values["word_problem", "token_accuracy"]
     assert [tuple(point) for point in dots.get_xydata()] == [expected]
+
+
+def test_sizes_are_drawn_over_parameters_with_a_line_for_each_kind(tmp_path):
+    solved_lengths = {32: 10, 64: 20}
+    runs = make_finished_runs(SIZES, tmp_path, lambda cfg: solved_lengths[cfg.model.d_model])
+    drawing = plots.draw_sizes(runs, "sizes")
+    (ax,) = drawing.figure.axes
+    assert read_legend(drawing) == {"Mamba (n = 2)", "LSTM (n = 2)", "chance"}
+    mamba, lstm = (line for line in ax.lines if line.get_label().startswith(("Mamba", "LSTM")))
+    assert list(mamba.get_xdata()) == [32**2, 2 * 32**2, 64**2, 2 * 64**2]
+    assert list(lstm.get_xdata()) == [32**2, 64**2]
+    accuracies = {row["run"]: float(row["string accuracy"].split()[0]) for row in drawing.summary}
+    small, wide = (accuracies[f"LSTM, d_model {width}"] for width in (32, 64))
+    assert small < wide
+    assert list(mamba.get_ydata()) == pytest.approx([small, small, wide, wide], abs=1e-3)
+    assert {row["parameters"] for row in drawing.summary} == {"1,024", "2,048", "4,096", "8,192"}
