@@ -103,8 +103,7 @@ def compute_answers(
         input_ids: Tokens, shape (b,l).
         mask: False at padding, shape (b,l), or None.
         state: State to start from; None: an empty one.
-        carries_state: Whether to pass `state` to the model and to return the next state. The next
-            state of attention has as many keys as the batch has tokens.
+        carries_state: Whether to pass `state` to the model and to return the next state.
         token_by_token: Call the model once for each token, with the state after the previous token.
     """
     if not carries_state:
@@ -125,16 +124,17 @@ def compute_answers(
         state = output.state
         logits.append(output.logits)
         statistics.append(getattr(output, "fixed_point", None))
-    return Answers(torch.cat(logits, 1), statistics, _limit_attention(state, length))
+    return Answers(torch.cat(logits, 1), statistics, state)
 
 
-def _limit_attention(state: FPRNNState, kept: int) -> FPRNNState:
-    """Return a state in which attention layers have the keys of the last `kept` tokens only.
+def limit_attention(state: FPRNNState, max_keys: int) -> FPRNNState:
+    """Return a state in which attention layers have only the last `max_keys` keys of each row.
 
-    Otherwise a stream's keys would need more memory and time with every segment.
+    The state of a stream would otherwise need more memory and time with every segment.
     """
     layers = (
-        layer.forget(kept) if isinstance(layer, AttentionState) else layer for layer in state.layers
+        layer.keep_last(max_keys) if isinstance(layer, AttentionState) else layer
+        for layer in state.layers
     )
     return state._replace(layers=tuple(layers))
 
@@ -267,7 +267,8 @@ def _score_batches(
         answers = compute_answers(
             model, tensors.input_ids, tensors.mask, initial_state, carries_state, token_by_token
         )
-        state = answers.state
+        if scores.task.streams:
+            state = limit_attention(answers.state, tensors.input_ids.shape[1])
         statistics += [entry for entry in answers.statistics if entry is not None]
         scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
         first_batch = first_batch or tensors

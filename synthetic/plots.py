@@ -332,10 +332,11 @@ def draw_sizes(runs: list[FinishedRun], title: str) -> Drawing:
 
     Models of the same kind differ in width or in the number of layers.
     """
-    table = build_final_table(runs)
-    lines = build_headline_table(runs)
-    means = average_seeds(lines, ("label",))
     parameters = {run.label: run.result["parameters"] for run in runs}
+    table = build_final_table(runs)
+    table["parameters"] = table["label"].map(parameters)
+    lines = _select_metric(table, runs[0].headline)
+    means = average_seeds(lines, ("label",))
     kinds = {run.label: label_model_kind(run.cfg, run.point) for run in runs}
     metric = format_metric(runs[0].headline)
     figure, (ax,) = create_figure([""], title)
@@ -476,11 +477,11 @@ def make_styles(labels: Sequence[str], colors: Sequence[Any] = PALETTE) -> dict[
 
 
 def draw_curve(ax: Axes, means: pd.DataFrame, style: dict, label: str) -> None:
-    """Draw means over lengths, with a band and dots for several seeds, or error bars for one.
+    """Draw means, with a band and dots for several seeds, or error bars for one.
 
     Args:
         ax: Axes to draw on.
-        means: Output of `result_tables.average_seeds`, by length.
+        means: Output of `result_tables.average_seeds`, by the value of the horizontal axis.
         style: Line style of matplotlib.
         label: Label in the legend.
     """
@@ -496,5 +497,5 @@ def draw_curve(ax: Axes, means: pd.DataFrame, style: dict, label: str) -> None:
         ax.fill_between(
             means.index, low, high, where=has_several_seeds, color=color, alpha=0.15, lw=0
         )
-    for length, values in means.loc[has_several_seeds, "values"].items():
-        ax.plot([length] * len(values), values, ".", color=color, ms=3, alpha=0.6, zorder=1)
+    for x, values in means.loc[has_several_seeds, "values"].items():
+        ax.plot([x] * len(values), values, ".", color=color, ms=3, alpha=0.6, zorder=1)

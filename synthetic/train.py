@@ -36,6 +36,7 @@ from synthetic.evaluate import (
     BatchTensors,
     describe_solver,
     evaluate_all,
+    limit_attention,
     measure,
     move_to_device,
     override_solver,
@@ -320,7 +321,8 @@ class Training(Loop):
         # 3. Change the weights, and collect the values to log.
         self.optimizer.step()
         self.step = number
-        self.state = answers.state
+        if self.carries_state:
+            self.state = limit_attention(answers.state, tensors.input_ids.shape[1])
         self._add_to_window(tensors, answers)
         self.last_input = tensors.input_ids, tensors.mask
         lr = self.cfg.optim.lr * factor

@@ -108,10 +108,10 @@ class AttentionState(NamedTuple):
     positions: torch.Tensor  # (b,t), position of each key, or NO_POSITION
     next_position: torch.Tensor  # (b,), position of the next token
 
-    def forget(self, kept: int) -> "AttentionState":
-        """Return the state with only the keys and values of the last `kept` tokens."""
+    def keep_last(self, num_keys: int) -> "AttentionState":
+        """Return a state with the last keys and values only."""
         keys, values, positions = (
-            t[:, -kept:].clone() for t in (self.keys, self.values, self.positions)
+            t[:, -num_keys:].clone() for t in (self.keys, self.values, self.positions)
         )
         return AttentionState(keys, values, positions, self.next_position)
 

@@ -314,10 +314,10 @@ LAYER_OPTIONS = {
     "short_conv_identity_init": Field(
         False,
         bool,
-        "Let the short convolution of a fixed-point layer start near the identity. Otherwise its"
-        " output is much smaller than sh(y) at initialization, and training can become unstable;"
-        " mixers that start near the identity do not need it"
-        " (docs/results-language-models.md#one-change-at-a-time).",
+        "Add 2 to the newest tap of the short convolutions of a fixed-point layer at"
+        " initialization, so that they start near the identity. Otherwise x is much smaller than"
+        " sh(y) at first, and gradients can become infinite. With `mixer_gate_init_bias: -3` it is"
+        " not needed, and cost bits on text (notes/2026-11-state-in-text.md).",
     ),
     "symm_mixer": Field(False, bool, "The mixer reads the sum x + sh(y) instead of both."),
     "bc_norm": Field(True, bool, "Normalize B and C."),

@@ -145,6 +145,7 @@ def babi(tmp_path):
             ("model.name=lstm", "solver.state_noise=0.2", "train.adversarial_noise=0.05"),
         ),
         ("catbabi", ("model.name=mamba",)),
+        ("catbabi", ("model.name=transformer", "model.headdim=8")),
     ],
     ids=str,
 )

@@ -111,7 +111,7 @@ def test_initial_output_scales_are_as_configured():
 
 @pytest.mark.parametrize(("kind", "count"), [("fp_mamba1", 1), ("fp_mamba2", 1), ("fp_rnn", 5)])
 def test_convolutions_start_near_the_identity_if_configured(kind, count):
-    def newest_taps(identity):
+    def build_weights(identity):
         options = {"use_short_conv": True, "short_conv_identity_init": identity}
         layers = [{kind: options}, "mamba"]
         model = small(layers=layers, headdim=8, glu_in_loop=False)
@@ -120,8 +120,8 @@ def test_convolutions_start_near_the_identity_if_configured(kind, count):
         assert len(convolutions) == count + 1
         return weights, [conv.weight for conv in convolutions]
 
-    weights, ordinary = newest_taps(False)
-    weights_near_identity, near_identity = newest_taps(True)
+    weights, ordinary = build_weights(False)
+    weights_near_identity, near_identity = build_weights(True)
     for old, new in zip(ordinary[:-1], near_identity[:-1], strict=True):
         torch.testing.assert_close(new, old + torch.tensor([0, 0, 0, 2.0]))
     same = [torch.equal(weight, weights_near_identity[name]) for name, weight in weights.items()]
@@ -252,6 +252,18 @@ def test_loaded_gate_is_not_initialized(tmp_path):
     assert loaded.config.mixer_gate_init_bias == -3.0
     biases = [layer.block.mixer.alpha_proj.bias.item() for layer in loaded.backbone.layers]
     assert biases == [0.25, -3.0]
+
+
+def test_loaded_convolution_is_not_initialized_again(tmp_path):
+    options = {"use_short_conv": True, "short_conv_identity_init": True}
+    model = small(layers=[{"fp_mamba1": options}], n_layer=1, glu_in_loop=False)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["backbone.layers.0.block.D"]  # the block then has a weight to initialize
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
+    name = "backbone.layers.0.block.conv1d.weight"
+    assert torch.equal(loaded.state_dict()[name], model.state_dict()[name])
 
 
 def test_identity_init_without_a_convolution_is_refused():
