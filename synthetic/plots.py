@@ -345,9 +345,9 @@ def draw_sizes(runs: list[FinishedRun], title: str) -> Drawing:
         labels.sort(key=lambda label: parameters[label])
         curve = means.loc[labels].set_axis([parameters[label] for label in labels])
         draw_curve(ax, curve, style, f"{kind} (n = {format_seed_count(curve['n'])})")
-    ax.set(xlabel="parameters", ylabel=f"{metric}, test set", xscale="log")
+    chance = runs[0].result["chance"]  # a line at chance would leave little room for the curves
+    ax.set(xlabel="parameters", ylabel=f"{metric} (chance: {chance:.2g})", xscale="log")
     ax.grid(alpha=0.3)
-    ax.axhline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
     add_legend(figure, [ax])
     summary = build_summary(lines.assign(column=metric), runs)
     for row in summary:

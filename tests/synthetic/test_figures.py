@@ -216,13 +216,14 @@ def test_sizes_are_drawn_over_parameters_with_a_line_for_each_kind(tmp_path):
         run.result["eval"].append(slow_row)
     drawing = plots.draw_sizes(runs, "sizes")
     (ax,) = drawing.figure.axes
-    assert read_legend(drawing) == {"Mamba (n = 2)", "LSTM (n = 2)", "chance"}
+    assert read_legend(drawing) == {"Mamba (n = 2)", "LSTM (n = 2)"}
     mamba, lstm = (line for line in ax.lines if line.get_label().startswith(("Mamba", "LSTM")))
     assert list(mamba.get_xdata()) == [32**2, 2 * 32**2, 64**2, 2 * 64**2]
     assert list(lstm.get_xdata()) == [32**2, 64**2]
     accuracies = {row["run"]: float(row["string accuracy"].split()[0]) for row in drawing.summary}
     small, wide = (accuracies[f"LSTM, d_model {width}"] for width in (32, 64))
     assert 0 < small < wide
+    assert ax.get_ylabel() == "string accuracy (chance: 0.17)"
     assert list(mamba.get_ydata()) == pytest.approx([small, small, wide, wide], abs=1e-3)
     assert {row["parameters"] for row in drawing.summary} == {"1,024", "2,048", "4,096", "8,192"}
     assert set(drawing.table["parameters"]) == {1024, 2048, 4096, 8192}
