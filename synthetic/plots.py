@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from lm.common.errors import UserError
 from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE
@@ -347,6 +348,9 @@ def draw_sizes(runs: list[FinishedRun], title: str) -> Drawing:
         draw_curve(ax, curve, style, f"{kind} (n = {format_seed_count(curve['n'])})")
     chance = runs[0].result["chance"]  # a line at chance would leave little room for the curves
     ax.set(xlabel="parameters", ylabel=f"{metric} (chance: {chance:.2g})", xscale="log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
     summary = build_summary(lines.assign(column=metric), runs)
