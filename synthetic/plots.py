@@ -331,7 +331,8 @@ def _select_lengths(evaluated: list[int], trained_to: int, lengths: str) -> tupl
 def draw_sizes(runs: list[FinishedRun], title: str) -> Drawing:
     """Draw the headline metric over the number of parameters, with a line for each kind of model.
 
-    Models of the same kind differ in width or in the number of layers.
+    Models of the same kind differ in width or in the number of layers. A point is a mean over all
+    evaluated lengths.
     """
     parameters = {run.label: run.result["parameters"] for run in runs}
     table = build_final_table(runs)
