@@ -14,10 +14,9 @@ import pandas as pd
 from lm.common.console import say
 from lm.common.errors import TrainingError
 from lm.common.files import check_folder, check_replaceable_with_record, find_shipped, writing
-from lm.config.load import Variant, load_tree, sweep_points
+from lm.config.load import Variant, load_sweep
 from lm.runs.metrics import read_metrics
 from synthetic.config import Config
-from synthetic.config import load as load_config
 from synthetic.labels import label_model, label_task
 from synthetic.plots import DRAW_FUNCTIONS, Drawing, ReportError
 from synthetic.result_tables import LAST_COLUMNS, FinishedRun, write_csv
@@ -144,8 +143,7 @@ def expand_sweep(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
     Raises:
         ConfigError: If a key or a value is invalid.
     """
-    points = sweep_points(load_tree(path), str(path), Config)
-    configs = [load_config(path, overrides, i) for i in range(len(points))]
+    points, configs = load_sweep(path, overrides, Config)
     return Sweep(path, tuple(overrides), [_flatten(point) for point in points], configs)
 
 

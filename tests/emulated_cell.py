@@ -18,7 +18,7 @@ from lm.kernels.cuda.interface import PACKED, Partition
 SOURCES = Path(kernels_folder.__file__).parent
 EMULATION = Path(__file__).parent / "lm/kernels/emulation"
 # Tensor cores do not fuse a product and a sum as a CPU would.
-FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
 REASON_BYTES = 300
 
 

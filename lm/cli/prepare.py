@@ -38,10 +38,10 @@ def _prepare(args: argparse.Namespace) -> int:
 
     tree = config.load_tree(args.config)
     config.set_overrides(tree, args.override)
-    job_indices = [args.job_index]  # [None] for a YAML without a sweep
     if args.job_index is None and tree.get("sweep"):
-        job_indices = list(range(len(config.sweep_points(tree, args.config))))
-    configs = [config.load(args.config, args.override, index) for index in job_indices]
+        configs = config.load_sweep(args.config, args.override)[1]
+    else:
+        configs = [config.load(args.config, args.override, args.job_index)]
     for cfg in configs:
         config.refuse_sweep(cfg, args.config)
         check_tokenizer(cfg)

@@ -143,18 +143,57 @@ def load(
         ConfigError: If the file, a key, a value or the index is invalid.
     """
     tree = load_tree(path)
-    if job_index is not None:
-        points = sweep_points(tree, str(path), schema)
-        if not 0 <= job_index < len(points):
-            raise ConfigError(
-                f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
-            )
-        set_point(tree, points[job_index])
+    if job_index is None:
+        set_overrides(tree, overrides, schema)
+        return build(tree, str(path), schema)
+    points = sweep_points(tree, str(path), schema)
+    if not 0 <= job_index < len(points):
+        raise ConfigError(
+            f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
+        )
+    return _build_point(tree, points[job_index], job_index, overrides, str(path), schema)
+
+
+def load_sweep(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    schema: type[AnyRun] = Config,  # type: ignore[assignment]
+) -> tuple[list[dict[str, Any]], list[AnyRun]]:
+    """Load all points of a sweep: the points, and the configuration of each as from `load`.
+
+    Args:
+        path: The YAML file.
+        overrides: Texts of the form key=value, applied to every point.
+        schema: Class of the configurations.
+
+    Raises:
+        ConfigError: If there is no sweep, or the file, a key or a value is invalid.
+    """
+    tree = load_tree(path)
+    points = sweep_points(tree, str(path), schema)
+    configs = [
+        _build_point(tree, point, index, overrides, str(path), schema)
+        for index, point in enumerate(points)
+    ]
+    return points, configs
+
+
+def _build_point(
+    tree: dict,
+    point: dict[str, Any],
+    index: int,
+    overrides: Sequence[str],
+    origin: str,
+    schema: type[AnyRun],
+) -> AnyRun:
+    """Build the configuration of a sweep point, which has its own directory."""
+    tree = copy.deepcopy(tree)
+    set_point(tree, point)
     set_overrides(tree, overrides, schema)
-    if job_index is not None:  # after overrides of `name`, so that each point has a directory
-        tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
-        tree["sweep"] = {}
-    return build(tree, str(path), schema)
+    # After an override of `name`, so that each point has a directory.
+    tree["name"] = point_name(tree.get("name", "run"), index, point)
+    tree["sweep"] = {}
+    return build(tree, origin, schema)
 
 
 def refuse_sweep(cfg: Run, origin: str | Path) -> None:

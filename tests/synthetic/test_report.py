@@ -11,6 +11,7 @@ from lm.common.errors import ConfigError
 from lm.common.files import OutputError
 from lm.training.build import build_section
 from synthetic import cli, report, tasks
+from synthetic.config import load as load_config
 from synthetic.evaluate import parse_lengths
 from synthetic.labels import label_model, label_task
 from synthetic.plots import ReportError
@@ -214,7 +215,7 @@ def test_commands_of_missing_runs_can_be_parsed(tmp_path, capsys, monkeypatch):
     expanded = sweep("fig4", "small", "train.steps=7", "out_dir=my runs")
     for i, expected in enumerate(expanded.configs):
         parsed = parse(cli.make_parser(), shlex.split(arguments.replace("$i", str(i))))
-        assert report.load_config(parsed.config, parsed.override, parsed.job_index) == expected
+        assert load_config(parsed.config, parsed.override, parsed.job_index) == expected
     submit = shlex.split(next(line for line in lines if "sbatch" in line))
     assert submit == [
         *("mkdir", "-p", "logs", "&&", "sbatch"),

@@ -267,6 +267,16 @@ def test_variants_set_several_keys_under_a_name(tmp_path):
     assert load(tmp_path, text, job_index=0).name == "s/000-plain-seed=0"
 
 
+def test_a_loaded_sweep_has_the_configs_of_its_indices(tmp_path):
+    overrides = ("seed=3", "name=mine")
+    path = tmp_path / "sweep.yaml"
+    path.write_text(SWEEP)
+    points, configs = config.load_sweep(path, overrides)
+    assert points == config.sweep_points(config.load_tree(path))
+    assert configs == [config.load(path, overrides, i) for i in range(6)]
+    assert configs[4].seed == 3 and configs[4].name == "mine/004-mixer=dplr-lr=0.002"
+
+
 @pytest.mark.parametrize("index", [-1, 6])
 def test_a_job_index_outside_the_grid_is_refused(tmp_path, index):
     with pytest.raises(ConfigError, match=f"--job-index {index} is outside the sweep: 0 to 5"):
@@ -391,8 +401,7 @@ def test_every_shipped_yaml_parses(path):
     assert config.build(parse(cfg.to_yaml(), "written"), "written", schema) == cfg
     point_configs = [cfg]
     if "sweep" in tree:
-        points = config.sweep_points(tree, str(path), schema)
-        point_configs = [config.load(path, (), i, schema) for i in range(len(points))]
+        points, point_configs = config.load_sweep(path, (), schema)
         assert len({point.name for point in point_configs}) == len(points)
     if schema is Config:
         distinct = {f"{point.model} {point.solver}": point for point in point_configs}
