@@ -1,10 +1,7 @@
 """The CPU kernel `cell` against an independent loop: values, states, and gradients by name."""
 
+import ctypes
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from lm.model.solver import FAILED
 from tests import oracle_cell
 from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 
+M_PERTURB = -6  # option of glibc's mallopt
 NOT_DIFFERENTIATED = ("keep", "y0", "h0")
 
 
@@ -481,26 +479,38 @@ def test_forward_without_gradient_is_bit_identical():
         assert not solve(cpu_cell.cell, layout, options, **tensors)[0].requires_grad
 
 
-def test_uninitialized_memory_changes_nothing():
-    """glibc fills new memory, and so the kernel's scratch memory, with MALLOC_PERTURB_."""
-    script = (
-        "from tests.lm.kernels.test_cpu_cell import *\n"
-        "for problem in (make_problem(d=19, rank=2), make_problem(d=24, heads=4, norm='rms',"
-        " without=('norm_bias',))):\n"
-        "    computed = evaluate(cpu_cell.cell, problem, torch.float32)\n"
-        "    print([v.double().sum().item().hex() for v in computed.values()])\n"
-        "problem = make_centroid_problem(k=7)\n"
-        "computed = evaluate(cpu_cell.cell, problem, torch.float32)\n"
-        "print([v.double().sum().item().hex() for v in computed.values()])\n"
-    )
-    outputs = []
-    for fill_byte in ("0", "1"):
-        environment = {**os.environ, "MALLOC_PERTURB_": fill_byte, "OMP_NUM_THREADS": "1"}
-        command, root = [sys.executable, "-c", script], Path(__file__).parents[3]
-        process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
-        outputs.append(process.stdout)
-    assert outputs[0] == outputs[1] and "nan" not in outputs[0]
+@pytest.fixture
+def fill_memory():
+    """Function of a byte, not 255, with which glibc fills new memory, and so the kernel's scratch memory."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        pytest.skip("the C library has no mallopt")
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+
+    def fill(byte):
+        libc.mallopt(M_PERTURB, ~byte & 255)  # it fills with the complement
+        memory = libc.malloc(10**6)
+        assert set(ctypes.string_at(memory, 10**6)) == {byte}
+        libc.free(memory)
+
+    yield fill
+    libc.mallopt(M_PERTURB, 0)
+
+
+def test_uninitialized_memory_changes_nothing(fill_memory):
+    problems = [
+        make_problem(d=19, rank=2),
+        make_problem(d=24, heads=4, norm="rms", without=("norm_bias",)),
+        make_centroid_problem(k=7),
+    ]
+    computed = []
+    for byte in (1, 0x7F):  # floats of 2.4e-38 and 3.4e38
+        fill_memory(byte)
+        computed.append([evaluate(cpu_cell.cell, problem, torch.float32) for problem in problems])
+    for first, second in zip(*computed):
+        for name, value in first.items():
+            assert value.isfinite().all() and torch.equal(value, second[name]), name
 
 
 # Adjoint
