@@ -99,7 +99,7 @@ EXCEPTIONS = {
 
 
 QUICK_MIXERS = ("kronecker_spectral",)
-REPEATED = "schedule-window:7"  # three tokens are one window of 4 as well as of 7
+REPEATED = "schedule-window:7"  # two tokens are one window of 4 as well as of 7
 
 
 def trial(name, answer):
@@ -125,7 +125,7 @@ def test_no_operation_mixes_devices(name, answer, monkeypatch):
         monkeypatch.setattr(module, limit, 1)
     monkeypatch.setattr(cell, "DECIDE_AFTER", 0)
     model = model_of(CASES[name])
-    ids = torch.ones(2, 3, dtype=torch.long, device="meta")
+    ids = torch.ones(2, 2, dtype=torch.long, device="meta")
     nonzero = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
     with nonzero, Devices(monkeypatch, answer) as devices:
         loss = model.train()(ids, labels=ids, attention_mask=ids, position_ids=ids).loss
