@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 import torch
-from transformers import AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoTokenizer
 
 from tests.hf.models import build
 
@@ -80,6 +80,8 @@ def train_by_trainer(model, tokenizer, options):
         arguments = SFTConfig(max_length=32, **arguments)
         trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
     else:
+        from transformers import Trainer, TrainingArguments
+
         trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=make_rows(tokenizer))
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
