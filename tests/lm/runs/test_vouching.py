@@ -292,7 +292,7 @@ def test_run_of_version_0_1_resumes(stopped_run, tiny_losses):
     assert [r["loss"] for r in actual] == [r["loss"] for r in tiny_losses]
 
 
-def test_report_notes_modified_files_of_a_run(capsys, stopped_run):
+def test_report_notes_modified_files_of_a_run(capsys, stopped_run, undrawn):
     assert not [line for line in report([stopped_run]) if "changed" in str(line)]
     swap_tokens(stopped_run / "tokenizer")
     (line,) = [line for line in report([stopped_run]) if "tokenizer.json" in str(line)]
