@@ -481,7 +481,7 @@ def test_forward_without_gradient_is_bit_identical():
 
 @pytest.fixture
 def fill_memory():
-    """Function of a byte, not 255, with which glibc fills new memory, and so the kernel's scratch memory."""
+    """Function of a byte, not 255, with which glibc fills the memory that it gives out."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         pytest.skip("the C library has no mallopt")
