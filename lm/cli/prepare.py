@@ -34,6 +34,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def _prepare(args: argparse.Namespace) -> int:
     from lm.common.console import say
     from lm.config import load as config
+    from lm.config.schema import check_state_noise, check_updates
     from lm.training.inputs import check_data, check_tokenizer
 
     tree = config.load_tree(args.config)
@@ -44,6 +45,8 @@ def _prepare(args: argparse.Namespace) -> int:
         configs = [config.load(args.config, args.override, args.job_index)]
     for cfg in configs:
         config.refuse_sweep(cfg, args.config)
+        check_updates(cfg)
+        check_state_noise(cfg)
         check_tokenizer(cfg)
         check_data(cfg)
 

@@ -188,8 +188,14 @@ def _build_point(
 ) -> AnyRun:
     """Build the configuration of a sweep point, which has its own directory."""
     tree = copy.deepcopy(tree)
-    set_point(tree, point)
+    del tree["sweep"]
+    set_point(tree, copy.deepcopy(point))  # later values must not change the point itself
     set_overrides(tree, overrides, schema)
+    if tree.get("sweep"):
+        raise ConfigError(
+            f"{origin}: an override sets `sweep`, but a run is a point of the file's own sweep:"
+            " change the file, or pass sweep={} and the values of one run"
+        )
     # After an override of `name`, so that each point has a directory.
     tree["name"] = point_name(tree.get("name", "run"), index, point)
     tree["sweep"] = {}
@@ -240,7 +246,7 @@ def sweep_points(
     points = [dict(zip(values_by_key, combination)) for combination in combinations]
     for point in points:  # find an invalid value now, not in task 37 of a job array
         candidate = copy.deepcopy(tree)
-        set_point(candidate, point)
+        set_point(candidate, copy.deepcopy(point))
         cfg = build(candidate, origin, schema)
         check_updates(cfg)
         check_state_noise(cfg)

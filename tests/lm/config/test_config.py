@@ -277,6 +277,27 @@ def test_a_loaded_sweep_has_the_configs_of_its_indices(tmp_path):
     assert configs[4].seed == 3 and configs[4].name == "mine/004-mixer=dplr-lr=0.002"
 
 
+def test_points_do_not_change_each_other(tmp_path):
+    """A variant and an override set keys inside a mapping that another key of the point has set."""
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "sweep:\n  optim: [{lr_factors: {'*.D': 2.0}}]\n"
+        "  speed: {plain: {}, fast: {optim.lr_factors: {'*.D': 4.0}}}\n"
+        "  data: [{mixture: {a: {source: builtin, weight: 1.0}}}]\n"
+    )
+    points, configs = config.load_sweep(path, ["data.mixture.a.weight=3"])
+    assert [cfg.optim.lr_factors for cfg in configs] == [{"*.D": 2.0}, {"*.D": 4.0}]
+    assert [cfg.data.mixture["a"].weight for cfg in configs] == [3, 3]
+    assert [point["data"]["mixture"]["a"]["weight"] for point in points] == [1, 1]
+
+
+def test_an_override_of_the_sweep_of_a_point_is_refused(tmp_path):
+    for override in ("sweep={seed: [1, 2]}", "sweep.seed=[1, 2]", "sweep=5"):
+        with pytest.raises(ConfigError, match="an override sets `sweep`"):
+            load(tmp_path, SWEEP, override, job_index=0)
+    assert load(tmp_path, SWEEP, "sweep={}", job_index=4).optim.lr == 2e-3
+
+
 @pytest.mark.parametrize("index", [-1, 6])
 def test_a_job_index_outside_the_grid_is_refused(tmp_path, index):
     with pytest.raises(ConfigError, match=f"--job-index {index} is outside the sweep: 0 to 5"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lm.common.errors import BAD_CONFIG
 from lm.common.files import OutputError
 from lm.data.batches.loader import build
 from lm.data.corpus import cache, tokenising
@@ -384,3 +385,5 @@ def test_command_prepares_each_corpus_of_a_sweep_once(tmp_path):
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("bytes, made") == 2 and len(list_entries(tmp_path / "cache")) == 2
     assert len(list_entries(tmp_path / "cache", "tokenizer")) == 1
+    refused = fprnn("prepare", sweep, "optim.warmup=1.5")
+    assert refused.returncode == BAD_CONFIG and "optim.warmup is 1.5" in refused.stderr

@@ -125,7 +125,8 @@ def test_no_operation_mixes_devices(name, answer, monkeypatch):
         monkeypatch.setattr(module, limit, 1)
     monkeypatch.setattr(cell, "DECIDE_AFTER", 0)
     model = model_of(CASES[name])
-    ids = torch.ones(2, 2, dtype=torch.long, device="meta")
+    length = 3 if name == "kind-mamba" else 2  # three tokens: a scan of two chunks, one padded
+    ids = torch.ones(2, length, dtype=torch.long, device="meta")
     nonzero = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
     with nonzero, Devices(monkeypatch, answer) as devices:
         loss = model.train()(ids, labels=ids, attention_mask=ids, position_ids=ids).loss
