@@ -12,14 +12,14 @@ import pytest
 from lm import __version__
 from lm.cli.main import main, make_parser
 from lm.common.errors import BAD_CONFIG
-from tests.running import REFUSED
+from tests.running import FORKS, REFUSED
 
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = "doctor plan prepare train sweep status report inspect export eval generate serve"
 
-# As sitecustomize.py, it makes name resolution and connections fail in every Python process.
-NO_NETWORK = """\
+# Makes name resolution and connections fail, then runs `fprnn`.
+WITHOUT_NETWORK = """\
 import socket
 import sys
 
@@ -31,23 +31,24 @@ def refuse(*args, **kwargs):
 
 socket.getaddrinfo = socket.create_connection = refuse
 socket.socket.connect = socket.socket.connect_ex = refuse
+from lm.cli.main import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
-def run_python(*args: str, cwd: Path, path: Path | None = None, **env: str):
-    """Run a new Python process in `cwd`, with `path` and the repository on its path."""
-    folders = [str(p) for p in (path, ROOT) if p]
+def run_python(*args: str, cwd: Path):
+    """Run a new Python process in `cwd`, with the repository on its path."""
     prefixes = ("HF_", "WORLD_SIZE", "RANK")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-    environment |= {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **env}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *args]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment
     )
 
 
-def run_lm(*args: str, cwd: Path, **options):
-    return run_python("-m", "lm", *args, cwd=cwd, **options)
+def run_lm(*args: str, cwd: Path):
+    return run_python("-m", "lm", *args, cwd=cwd)
 
 
 def read_refusal(result) -> str:
@@ -121,15 +122,6 @@ def test_sweep_lists_the_points(tmp_path):
     ]
 
 
-@pytest.fixture
-def offline(tmp_path) -> dict:
-    """Return options of `run_lm` with which any use of the network fails."""
-    folder = tmp_path / "offline"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(NO_NETWORK)
-    return {"path": folder, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
-
-
 @pytest.mark.parametrize(
     "name, parameters, flops",
     [
@@ -137,12 +129,12 @@ def offline(tmp_path) -> dict:
         pytest.param("mamba_160m_fineweb2b", "83.9 M", "", marks=pytest.mark.slow),
     ],
 )
-def test_dry_run_prints_the_cost_and_writes_no_files(tmp_path, offline, name, parameters, flops):
+def test_dry_run_prints_the_cost_and_writes_no_files(tmp_path, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    options = {**offline, "COLUMNS": "200"}  # wide enough to wrap no cell of the table
-    path = str(LM / f"{name}.yaml")
-    result = run_lm("train", "--config", path, "--dry-run", cwd=cwd, **options)
+    environment = {"COLUMNS": "200", "HF_HOME": str(tmp_path / "hf")}  # no cell is wrapped
+    arguments = ["train", "--config", str(LM / f"{name}.yaml"), "--dry-run"]
+    result = FORKS.run("-c", [WITHOUT_NETWORK, *arguments], 120, environment, cwd)
     assert (result.returncode, result.stderr) == (0, "")
     rows = {}
     for line in result.stdout.splitlines():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import calendar
+import json
 import subprocess
 import sys
 from pydoc_data.topics import topics
@@ -20,15 +21,24 @@ from lm.data.sources.errors import DataError
 from lm.data.sources.open import (
     MAX_DOCUMENT,
     MIN_DOCUMENT,
-    builtin_documents,
     cut_at_blank_lines,
     is_validation,
     iter_documents,
 )
 
 
-def test_builtin_text_is_large_and_ordered():
-    texts = list(iter_documents(Data(source="builtin")))
+def test_builtin_text_is_large_and_ordered_and_imports_no_module():
+    code = (
+        "import json, sys; from lm.config.data import Data; from lm.data.sources import open;"
+        "old = set(sys.modules); texts = list(open.iter_documents(Data(source='builtin')));"
+        "print(json.dumps([texts, sorted(set(sys.modules) - old)]))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    texts, modules = json.loads(out.stdout)
+    # Parsing a source file imports the codec that it declares.
+    imported = {name for name in modules if not name.startswith("encodings.")}
+    assert imported <= {"pydoc_data", "pydoc_data.topics"}
+
     assert len(texts) > 500 and sum(map(len, texts)) > 1_500_000
     first = [topics[key] for key in sorted(topics)]
     assert texts[: len(first)] == first
@@ -36,18 +46,7 @@ def test_builtin_text_is_large_and_ordered():
     places = [beginnings.index(module.__doc__[:20]) for module in (argparse, bisect, calendar)]
     assert len(first) <= places[0] < places[1] < places[2]
     assert any("assert" in t and "AssertionError" in t for t in texts[:100])
-
-
-def test_builtin_text_imports_no_module_and_skips_tests():
-    code = (
-        "import sys; from lm.data.sources.open import builtin_documents;"
-        "old = set(sys.modules); builtin_documents(); print(sorted(set(sys.modules) - old))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # Parsing a source file imports the codec that it declares.
-    imported = {name for name in eval(out.stdout) if not name.startswith("encodings.")}
-    assert imported <= {"pydoc_data", "pydoc_data.topics"}
-    assert not any("pytest" in t[:200] for t in builtin_documents())
+    assert not any("pytest" in t[:200] for t in texts)
 
 
 def test_file_formats_give_the_same_documents(texts, jsonl, tmp_path):
