@@ -64,7 +64,7 @@ def set_point(tree: dict, point: dict[str, Any]) -> None:
 
     A mapping sets keys of its section and leaves the others. A variant sets its dotted keys.
     """
-    for key, value in point.items():
+    for key, value in copy.deepcopy(point).items():  # later values must not change the point
         if isinstance(value, Variant):
             set_point(tree, value)
         # The keys of optim.lr_factors are patterns that contain dots, not dotted keys.
@@ -186,19 +186,27 @@ def _build_point(
     origin: str,
     schema: type[AnyRun],
 ) -> AnyRun:
-    """Build the configuration of a sweep point, which has its own directory."""
+    """Build the configuration of a sweep point, which has its own directory.
+
+    Args:
+        tree: The YAML as a mapping; it stays as it is.
+        point: The point, one of `sweep_points`.
+        index: Its index in the sweep.
+        overrides: Texts of the form key=value.
+        origin: File of the YAML, for messages.
+        schema: Class of the configuration.
+    """
     tree = copy.deepcopy(tree)
-    del tree["sweep"]
-    set_point(tree, copy.deepcopy(point))  # later values must not change the point itself
+    tree["sweep"] = {}
+    set_point(tree, point)
     set_overrides(tree, overrides, schema)
-    if tree.get("sweep"):
+    if tree["sweep"]:
         raise ConfigError(
             f"{origin}: an override sets `sweep`, but a run is a point of the file's own sweep:"
             " change the file, or pass sweep={} and the values of one run"
         )
     # After an override of `name`, so that each point has a directory.
     tree["name"] = point_name(tree.get("name", "run"), index, point)
-    tree["sweep"] = {}
     return build(tree, origin, schema)
 
 
@@ -246,7 +254,7 @@ def sweep_points(
     points = [dict(zip(values_by_key, combination)) for combination in combinations]
     for point in points:  # find an invalid value now, not in task 37 of a job array
         candidate = copy.deepcopy(tree)
-        set_point(candidate, copy.deepcopy(point))
+        set_point(candidate, point)
         cfg = build(candidate, origin, schema)
         check_updates(cfg)
         check_state_noise(cfg)
@@ -291,7 +299,7 @@ def point_name(name: str, index: int, point: dict[str, Any]) -> str:
 def point_label(point: dict[str, Any]) -> str:
     """Return a label such as `lr=0.001-mixer_rank=4`; a variant is labelled by its name."""
     parts = []
-    for key, value in point.items():
+    for key, value in copy.deepcopy(point).items():  # later values must not change the point
         if isinstance(value, Variant):
             parts.append(value.name)
             continue
