@@ -51,11 +51,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
     if args.gpus and not args.run:
         raise ConfigError("--gpus needs --run: listing the points uses no GPU")
-    tree = config.load_tree(args.config)
-    config.set_overrides(tree, args.override)
-    points = config.sweep_points(tree, args.config)
-    sweep_name = tree.get("name", "run")
-    names = [config.point_name(sweep_name, i, point) for i, point in enumerate(points)]
+    names = [cfg.name for cfg in config.load_sweep(args.config, args.override)[1]]
     if args.run:
         return run_points(args.config, names, args.override, args.gpus)
     for name in names:

@@ -142,6 +142,11 @@ def wait_until(condition, seconds=120):
         time.sleep(0.1)
 
 
+def test_override_of_the_sweep_is_refused(path, capsys):
+    assert main(["sweep", str(path), "sweep={seed: [2]}"]) == BAD_CONFIG
+    assert "an override sets `sweep`" in capsys.readouterr().err
+
+
 def test_gpus_option_needs_run(path, capsys):
     assert main(["sweep", str(path), "--gpus", "2"]) == BAD_CONFIG
     assert "--gpus needs --run" in capsys.readouterr().err
