@@ -54,8 +54,28 @@ def test_traces_in_lm_eval_equal_the_data_source(source):
         _, _, gap = name.rpartition("_")
         documents, turns = list(task.eval_docs), traces.iter_questions(config, int(gap), count=500)
         for document, turn in zip(documents, turns, strict=True):
-            request = task.construct_requests(document, task.doc_to_text(document))
-            assert request.args == (turn.question, turn.answer)
+            requests = task.construct_requests(document, task.doc_to_text(document))
+            if source == "repl":
+                assert turn.answer in task.doc_to_choice(document)
+                assert [request.args for request in requests] == [
+                    (turn.question, "\n1"),
+                    (turn.question, "\n2"),
+                    (turn.question, "\n3"),
+                ]
+            else:
+                assert requests.args == (turn.question, turn.answer)
+
+
+def test_a_right_value_counts_even_if_the_model_would_not_print_it():
+    task = make_manager().load(["traces_repl_4"])["tasks"]["traces_repl_4"]
+    document = next(document for document in task.eval_docs if document["answer"] == "\n2")
+
+    def score(likelihoods, is_greedy):
+        return task.process_results(document, list(zip(likelihoods, is_greedy, strict=True)))
+
+    assert score([-9.0, -8.0, -9.0], [False] * 3) == {"acc": 1.0, "exact_match": 0}
+    assert score([-9.0, -0.1, -9.0], [False, True, False]) == {"acc": 1.0, "exact_match": 1}
+    assert score([-0.1, -8.0, -9.0], [True, False, False]) == {"acc": 0.0, "exact_match": 0}
 
 
 def test_catbabi_mini_in_lm_eval_is_balanced():
