@@ -60,7 +60,7 @@ class Curriculum:
         if has_ended:
             self._batches.end_stage()
             say(f"update {step:>6}  stage {index} of the curriculum ends ({answers})")
-        elif step + CHECK_INTERVAL > stage.until:  # this was the stage's last check
+        elif step + CHECK_INTERVAL >= stage.until:  # this was the stage's last check
             say(
                 f"update {step:>6}  stage {index} of the curriculum ends unlearned after update"
                 f" {stage.until} ({answers}, min_answer_prob: {stage.min_answer_prob:g})"

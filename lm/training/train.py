@@ -15,6 +15,7 @@ from lm.common.ranks import Ranks, as_lost_peer_error
 from lm.common.signals import StopRequested, StopSignals
 from lm.common.watchdog import Watchdog
 from lm.config.schema import Config
+from lm.data.batches.mixture_loader import skip_data
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -318,11 +319,9 @@ class Training(HookedLoop):
         self.checkpoint = checkpoint
         self._build_model()
         self._restore(*self.checkpoint)
-        # Keep the position in the data, but restore the ends of the stages of a mixture: a stage
-        # that was learned since the checkpoint is not learned by the restored weights.
-        restored = self.batches.state_dict()
-        if "ends" in restored:
-            data_state["ends"] = restored["ends"]
+        # Restore the stages of a mixture: the restored weights have not learned what ended a stage
+        # since the checkpoint, and the data that they skip must not shorten a stage.
+        data_state = skip_data(self.batches.state_dict(), data_state)
         self.batches.load_state_dict(data_state)
         self.seconds = seconds
         self.recorder.throughput.skip()

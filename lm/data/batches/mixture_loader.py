@@ -241,7 +241,7 @@ class MixtureLoader:
                     f" {current.get(key)}: the corpus, data.seq_len, data.mixture, data.curriculum,"
                     " the sequences per update and the seed must not change on resuming"
                 )
-        self._next_sequence = state["next_global_micro_batch"] * state["micro_batch_size"]
+        self._next_sequence = _next_sequence(state)
         if kind == "blocks":  # all sequences come from the single source
             self._counts[:] = self._next_sequence
             return
@@ -250,6 +250,25 @@ class MixtureLoader:
         configured_ends = [stage.end for stage in self._stages]
         self._ends = list(state.get("ends", configured_ends))  # absent in older checkpoints
         self._counts[:] = [source["drawn"] for source in sources]
+
+
+def skip_data(state: dict, later_state: dict) -> dict:
+    """Return the state of a loader that skips the data between two of its states.
+
+    The result has the position of `later_state` and the stages of `state`. A stage that has not
+    ended there ends later, by as many sequences as are skipped, so it keeps its number of updates.
+    States of a loader without stages are allowed.
+    """
+    if "ends" not in state:
+        return later_state
+    first = _next_sequence(state)
+    skipped = _next_sequence(later_state) - first
+    ends = [end if end <= first else end + skipped for end in state["ends"]]
+    return later_state | {"ends": ends}
+
+
+def _next_sequence(state: dict) -> int:
+    return state["next_global_micro_batch"] * state["micro_batch_size"]
 
 
 def _fixed_entries(state: dict) -> dict[str, Any]:

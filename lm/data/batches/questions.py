@@ -28,7 +28,7 @@ def question_batches(
     """
     source = source or Traces()
     gap = _find_longest_gap(source, tokenizer, seq_len)
-    turns = traces.iter_questions(source, gap, QUESTION_COUNT)
+    turns = traces.iter_questions(source, gap, QUESTION_COUNT, "validation")
     documents = [_encode(turn, tokenizer) for turn in turns]
     width = max(len(document.ids) for document in documents)
     blocks = np.full((QUESTION_COUNT, width), IGNORE, dtype=np.int64)
@@ -46,9 +46,8 @@ def question_batches(
 
 def _find_longest_gap(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
     for gap in sorted(set(source.possible_gaps), reverse=True):
-        # Every second document has two questions, which makes it longer.
-        _, longer_turn = traces.iter_questions(source, gap, 2)
-        if len(_encode(longer_turn, tokenizer).ids) <= seq_len:
+        turns = traces.iter_questions(source, gap, QUESTION_COUNT, "validation")
+        if all(len(_encode(turn, tokenizer).ids) <= seq_len for turn in turns):
             return gap
     return min(source.possible_gaps)
 

@@ -6,7 +6,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lm.config.data import Traces
 from lm.data.sources.errors import DataError
@@ -128,7 +128,9 @@ def _draw_gap(rng: random.Random, traces: Traces) -> int:
     return rng.choices(traces.possible_gaps, weights)[0]
 
 
-def iter_questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
+def iter_questions(
+    traces: Traces, gap: int, count: int, split: Literal["validation", "test"]
+) -> Iterator[Turn]:
     """Yield `count` turns for testing a model: a document as the question, and the last answer.
 
     Every second document has another question, with its answer, before the last one.
@@ -136,13 +138,15 @@ def iter_questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
     Args:
         gap: Number of elements or swaps before each question.
         count: Number of documents.
+        split: "validation" for questions during training, "test" for the tasks of lm-eval.
 
     Raises:
         DataError: As `iter_documents`.
     """
     form = FORMS[traces.form](traces)
+    prefix = "" if split == "test" else f"{split} "  # version 1 of the tasks had no splits
     for number in range(count):
-        rng = random.Random(f"questions {traces.form} {traces.group} {gap} {number}")
+        rng = random.Random(f"{prefix}questions {traces.form} {traces.group} {gap} {number}")
         turn_count = 1 + number % 2
         *earlier_turns, last_turn = form.turns(rng, [gap] * turn_count)
         context = "".join(turn.question + turn.answer for turn in earlier_turns)

@@ -21,6 +21,7 @@ from lm.data.batches.mixture_loader import (
     ShuffledBlocks,
     Stage,
     draw_sources,
+    skip_data,
 )
 from lm.data.batches.packing import IGNORE
 from lm.data.batches.stream import StreamLoader
@@ -186,6 +187,25 @@ def test_ended_stage_stays_ended_after_a_resume():
     del state["ends"]  # absent in checkpoints of earlier versions
     interrupted.load_state_dict(state)
     assert interrupted.stage == 0
+
+
+def test_skipped_data_shortens_no_stage():
+    batches = make_loader(3, stages=STAGES)
+    take(batches, 20)
+    batches.end_stage()
+    take(batches, 10)
+    state = batches.state_dict()  # at sequence 90; stage 1 ends at 720
+    take(batches, 5)
+    batches.end_stage()
+    take(batches, 5)
+    later_state = batches.state_dict()
+    batches.load_state_dict(skip_data(state, later_state))
+    assert batches.stage == 1
+    in_stage_1 = take(batches, (720 - 90) // 3)
+    assert {find_source(row) for row in in_stage_1} == {"b", "c"} and batches.stage == 2
+    assert batches.state_dict()["next_global_micro_batch"] == 40 + 210
+    single_source = {"next_global_micro_batch": 4, "micro_batch_size": 3}
+    assert skip_data(single_source, single_source) == single_source
 
 
 def test_sources_of_equal_size_have_different_orders():

@@ -110,7 +110,10 @@ def test_words_of_few_elements_have_low_order():
     source = Traces(num_elements=4, gaps=[1, 3], documents=300)
     for texts in (
         list(traces.iter_documents(source)),
-        [turn.question + turn.answer + " ;" for turn in traces.iter_questions(source, 3, 100)],
+        [
+            turn.question + turn.answer + " ;"
+            for turn in traces.iter_questions(source, 3, 100, "test")
+        ],
     ):
         assert all(read_words(text) for text in texts)
         elements = {word for text in texts for word in re.findall(r"(?<!= )\b\w+", text)}
@@ -121,7 +124,7 @@ def test_words_of_few_elements_have_low_order():
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_questions_are_right_and_not_in_training(form, read):
-    turns = list(traces.iter_questions(Traces(form=form), gap=20, count=60))
+    turns = list(traces.iter_questions(Traces(form=form), 20, 60, "test"))
     end = traces.FORMS[form].end
     texts = [turn.question + turn.answer + end for turn in turns]
     assert [read(text) for text in texts] == [[20], [20, 20]] * 30
@@ -129,6 +132,7 @@ def test_questions_are_right_and_not_in_training(form, read):
         assert turn.question == turn.question.rstrip() and turn.answer == turn.answer.rstrip()
     source = Traces(group="S3", form=form, gaps=[20], answers=2, documents=2000)
     assert not set(texts) & set(traces.iter_documents(source))
+    assert not set(turns) & set(traces.iter_questions(Traces(form=form), 20, 60, "validation"))
 
 
 def test_traces_without_settings_are_the_defaults():
@@ -155,7 +159,7 @@ def test_only_answers_are_targets_of_questions(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
     batches = question_batches(source, bpe, BATCH_SIZE, SEQ_LEN)
     assert [len(batch["labels"]) for batch in batches] == [50, 50, QUESTION_COUNT - 100]
-    turns = list(traces.iter_questions(Traces(), 6, QUESTION_COUNT))
+    turns = list(traces.iter_questions(Traces(), 6, QUESTION_COUNT, "validation"))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
     labels = torch.cat([batch["labels"] for batch in batches])
     assert (inputs[:, 0] == bpe.eos_token_id).all()
@@ -186,6 +190,17 @@ def test_questions_have_the_longest_gap_that_fits(bpe):
     for batch in batches_300:
         rows, width = batch["labels"].shape
         assert rows == 1 or rows * width <= BATCH_SIZE * SEQ_LEN
+
+
+def test_every_question_of_the_longest_gap_fits(bpe):
+    """Names of A5's elements differ in their number of tokens."""
+
+    def find_width(gaps, seq_len):
+        source = Traces(group="A5", gaps=gaps)
+        return max(b["input_ids"].shape[1] for b in question_batches(source, bpe, 1, seq_len))
+
+    for seq_len in range(find_width([1], SEQ_LEN) + 1, find_width([6], SEQ_LEN) + 1):
+        assert find_width([1, 3, 6], seq_len) < seq_len
 
 
 def test_answer_merged_with_its_question_is_a_target():
@@ -221,8 +236,8 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     answer_lengths = {
         name: [len(bpe(turn.answer)["input_ids"]) for turn in turns]
         for name, turns in (
-            ("repl", traces.iter_questions(Traces(form="repl"), 1, QUESTION_COUNT)),
-            ("words", traces.iter_questions(Traces(), 2, QUESTION_COUNT)),
+            ("repl", traces.iter_questions(Traces(form="repl"), 1, QUESTION_COUNT, "validation")),
+            ("words", traces.iter_questions(Traces(), 2, QUESTION_COUNT, "validation")),
         )
     }
     assert set(answer_lengths["repl"]) == {2}, "a line end and a number"

@@ -52,7 +52,8 @@ def test_traces_in_lm_eval_equal_the_data_source(source):
     config = Traces(form="repl") if source == "repl" else Traces(group=source.upper())
     for name, task in loaded.items():
         _, _, gap = name.rpartition("_")
-        documents, turns = list(task.eval_docs), traces.iter_questions(config, int(gap), count=500)
+        documents = list(task.eval_docs)
+        turns = traces.iter_questions(config, int(gap), 500, "test")
         for document, turn in zip(documents, turns, strict=True):
             requests = task.construct_requests(document, task.doc_to_text(document))
             if source == "repl":

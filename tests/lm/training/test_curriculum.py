@@ -51,7 +51,9 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
     assert curriculum.sources_to_check(4 * CHECK_INTERVAL) == ["a", "b"]
     assert not curriculum.end_if_learned(4 * CHECK_INTERVAL, math.nan)["curriculum"]["ended"]
     until = STAGE_2["until"]
-    curriculum.end_if_learned(until - CHECK_INTERVAL + 1, 0.2)  # too late for another check
+    curriculum.end_if_learned(until - CHECK_INTERVAL - 1, 0.2)
+    assert not capsys.readouterr().out
+    curriculum.end_if_learned(until - CHECK_INTERVAL, 0.2)  # at `until`, the stage is over
     message = capsys.readouterr().out
     assert f"unlearned after update {until} (answers 0.20, min_answer_prob: 0.5)" in message
     curriculum.end_if_learned(4 * CHECK_INTERVAL, 0.7)

@@ -26,5 +26,5 @@ def load(form: str, group: str, gap: int, num_docs: int = 500, **_: object) -> D
     """
     from datasets import Dataset, DatasetDict
 
-    questions = traces.iter_questions(Traces(form=form, group=group), gap, num_docs)
+    questions = traces.iter_questions(Traces(form=form, group=group), gap, num_docs, "test")
     return DatasetDict({"test": Dataset.from_list([q._asdict() for q in questions])})
