@@ -11,7 +11,16 @@ from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
 from lm.config.resuming import FREE_ON_RESUME
-from lm.model.fields import ARCHITECTURE, FIXED_POINT_KINDS, MIXERS, SOLVER, Field, Number
+from lm.model.fields import (
+    ARCHITECTURE,
+    FIXED_POINT_KINDS,
+    MIXERS,
+    SOLVER,
+    Field,
+    Number,
+    parse_pattern,
+    reads_state,
+)
 
 
 class Section(BaseModel):
@@ -127,9 +136,17 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
 
     @property
     def has_state_noise(self) -> bool:
-        """True if a layer adds `solver.state_noise` to its state."""
-        is_lstm = "lstm" in self.name or "lstm" in str(self.layers)  # or sLSTM
-        return is_lstm or self.has_fixed_point
+        """True if a layer reads a state to which `solver.state_noise` is added."""
+        if self.name != "fprnn":
+            return "lstm" in self.name  # or sLSTM
+        try:
+            layers = parse_pattern(self.layers or self.block)
+        except ValueError:  # building the model raises it again
+            return True
+        return any(
+            "lstm" in kind or reads_state(kind, self.model_copy(update=options))
+            for kind, options in layers
+        )
 
 
 class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]

@@ -247,17 +247,15 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
         )
 
 
+WITH_STATE_NOISE = "only fixed-point layers that read sh(y), lstm and slstm"
+
+
 def check_adversary(noise: float, model: Model) -> None:
     """Raise a ValueError if the model cannot train with this `train.adversarial_noise`."""
     if not model.has_state_noise:
         raise ValueError(
-            f"`train.adversarial_noise` is {noise}, but only fixed-point layers, lstm and slstm"
-            f" have such noise and {model.layers or model.name} has none: set it to 0"
-        )
-    if model.gradient_checkpointing:
-        raise ValueError(
-            "`train.adversarial_noise` needs the gradient of the noise in a pass, but"
-            " `model.gradient_checkpointing` draws new noise in the backward: leave out one of them"
+            f"`train.adversarial_noise` is {noise}, but {WITH_STATE_NOISE} have such noise"
+            f" and {model.layers or model.name} has none: set it to 0"
         )
 
 
@@ -268,9 +266,8 @@ def check_state_noise(cfg: Run) -> None:
     """
     if cfg.solver.state_noise and not cfg.model.has_state_noise:
         raise ConfigError(
-            f"solver.state_noise is {cfg.solver.state_noise:g}, but only fixed-point layers, lstm"
-            f" and slstm have such noise and {cfg.model.layers or cfg.model.name} has none: set it"
-            " to 0"
+            f"solver.state_noise is {cfg.solver.state_noise:g}, but {WITH_STATE_NOISE} have such"
+            f" noise and {cfg.model.layers or cfg.model.name} has none: set it to 0"
         )
 
 

@@ -19,6 +19,7 @@ from .fields import (
     Layer,
     parse_layers,
     parse_schedule,
+    reads_state,
     rename_options,
     resolve_n_heads,
 )
@@ -412,8 +413,7 @@ def _check_centroids(config, kind):
             f"state_centroids is {count}: it is only for fp_mamba1, fp_mamba2, lstm, slstm and"
             f" m2rnn, not for {kind}; leave it 0"
         )
-    does_mixer_read_y = config.mixer_h_dep and config.mixer != "nonselective"
-    if count and not (does_mixer_read_y or config.b_h_dep or config.c_h_dep or config.dt_h_dep):
+    if count and not reads_state(kind, config):
         raise ValueError(
             f"state_centroids is {count}, but nothing reads sh(y): set b_h_dep, c_h_dep, dt_h_dep,"
             " or mixer_h_dep with a mixer other than nonselective"

@@ -629,6 +629,20 @@ def rename_options(layers: Any, new_names: dict[str, str] = RENAMED_FIELDS) -> A
     ]
 
 
+def reads_state(kind: str, config: Any) -> bool:
+    """Return True if the equation of a fixed-point layer reads sh(y).
+
+    Args:
+        kind: The layer's kind.
+        config: Its fields, as of FPRNNConfig.
+    """
+    if kind not in FIXED_POINT_KINDS:
+        return False
+    does_mixer_read = config.mixer_h_dep and config.mixer != "nonselective"
+    do_others_read = config.b_h_dep or config.c_h_dep or config.dt_h_dep
+    return does_mixer_read or (kind != "fp_rnn" and do_others_read)
+
+
 def _check_list(layers):
     """Return the pattern; raise a ValueError unless it is a list of texts and mappings."""
     if isinstance(layers, list | tuple) and all(isinstance(item, str | dict) for item in layers):

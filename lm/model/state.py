@@ -403,6 +403,8 @@ class Adversary:
 
     def second_pass(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of the second pass, after the backward of the first."""
+        if all(noise.grad is None for noise in self.noise.values()):
+            raise RuntimeError("the second pass needs the backward of the first")
         return self.model.override_solve_options(draw_noise=self._add_adversarial_noise)
 
     def _record_noise(self, block, u, sigma, generators):
@@ -414,8 +416,8 @@ class Adversary:
 
     def _add_adversarial_noise(self, block, u, sigma, generators):
         noise = self.noise[block]
-        if noise.grad is None:
-            raise RuntimeError("the second pass needs the backward of the first")
+        if noise.grad is None:  # no equation of the layer reads the noise
+            return noise.detach()
         grad_norm = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
         direction = noise.grad / grad_norm.clamp_min(torch.finfo(grad_norm.dtype).tiny)
         fraction = draw(torch.rand, (len(u), 1, 1), u.device, generators)

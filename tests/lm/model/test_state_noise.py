@@ -205,6 +205,15 @@ def test_an_adversary_with_checkpoints_and_gaussian_noise(reentrant):
     assert_same(run_two_passes(model)[0], expected, 1e-10)
 
 
+def test_an_adversary_spares_layers_that_do_not_read_their_state():
+    layers = ["fp_mamba1", {"fp_mamba1": {"c_h_dep": True}}]
+    _, adversary = run_two_passes(
+        model_of(layers=layers, n_layer=2, mixer_h_dep=False, b_h_dep=False, c_h_dep=False)
+    )
+    unread, read = adversary.noise.values()
+    assert unread.grad is None and read.grad.abs().max() > 0
+
+
 def test_adversary_leaves_no_state_behind():
     model = model_of()
     adversary = Adversary(model, MAX_LENGTH)

@@ -63,16 +63,21 @@ def test_adversary_starts_after_the_curriculum(tmp_path):
     assert adversarial[3]["loss"] == plain[3]["loss"], "the logged loss is of the first pass"
 
 
+WITHOUT_STATE = [f"model.{part}_h_dep=false" for part in ("mixer", "b", "c")]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["model.name=mamba"], "mamba has none: set it to 0"),
-        (["model.gradient_checkpointing=true"], "leave out one of them"),
+        ([*WITHOUT_STATE, "model.layers=fp_mamba1 mamba"], "fp_mamba1 mamba has none"),
     ],
 )
-def test_adversary_without_fixed_point_layer_is_refused(tiny, settings, message):
+def test_adversary_without_layer_that_reads_its_state_is_refused(tiny, settings, message):
     with pytest.raises(ConfigError, match=message):
         tiny("train.adversarial_noise=0.05", *settings)
+    reads_state = "model.layers=[{fp_mamba1: {c_h_dep: true}}, mamba]"
+    assert tiny("train.adversarial_noise=0.05", *WITHOUT_STATE, reads_state)
 
 
 @pytest.mark.parametrize(
