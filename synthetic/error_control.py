@@ -280,11 +280,13 @@ def predict_horizon(ratio: dict[int, float], trained_length: int, threshold: flo
 
     Returns:
         The length at which the power law fitted to the ratio from T/2 to 2T has the threshold;
-        infinity above MAX_HORIZON or if the ratio does not grow; NaN without a threshold.
+        infinity above MAX_HORIZON or if the ratio does not grow; NaN without a threshold, or if
+        the ratio is known at fewer than two of these lengths.
     """
-    if math.isnan(threshold):
+    in_range = (n for n in ratio if trained_length <= 2 * n <= 4 * trained_length)
+    lengths = [n for n in in_range if math.isfinite(ratio[n])]
+    if math.isnan(threshold) or len(lengths) < 2:
         return math.nan
-    lengths = [n for n in ratio if trained_length <= 2 * n <= 4 * trained_length]
     exponent, log_factor = np.polyfit(np.log(lengths), np.log([ratio[n] for n in lengths]), 1)
     gap = math.log(threshold) - log_factor
     if exponent <= 0 or gap > exponent * math.log(MAX_HORIZON):

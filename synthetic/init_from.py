@@ -85,9 +85,9 @@ def _load_source(path: str) -> tuple[SourceModel, LoadedRun]:
 
 def _describe_task_difference(source: Task, target: Task) -> str:
     """Describe differences of two tasks that may change what an id means; "" if there are none."""
-    packing = {"context"}  # only the number of tokens per training row of a copying task
-    old = source.model_dump(exclude=packing)
-    new = target.model_dump(exclude=packing)
+    # These fields change which tokens are drawn or labelled, but no id.
+    neutral = {"context", "pairs", "noise", "content", "depth", "supervision"}
+    old, new = source.model_dump(exclude=neutral), target.model_dump(exclude=neutral)
     differences = [
         f"task.{name} {old[name]} there, {new[name]} here" for name in new if new[name] != old[name]
     ]

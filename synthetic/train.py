@@ -26,6 +26,7 @@ from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
 from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
+from lm.training.restore import random_state, set_random_state
 from synthetic import tasks
 from synthetic.build import STATE, LoadedRun, build_model, collect_tensors, find_newest_state
 from synthetic.centroids import MIN_SCORE, check_task, find_and_attach
@@ -146,6 +147,7 @@ class Training(Loop):
         self.model, self.device, self.precision = build_model(cfg, task, max_length)
         self.carries_state = task.streams
         self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
+        self.optimizer_lines = describe_optimizer(self.model, cfg.optim)  # with all parameters
         # Remember the peak learning rates: loading a checkpoint overwrites the groups' rates.
         self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.parameter_count = sum(p.numel() for p in self.model.parameters())
@@ -210,7 +212,7 @@ class Training(Loop):
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
         say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
         say(f"solver   {describe_solvers(self.model, cfg)}")
-        for line in describe_optimizer(self.model, cfg.optim):
+        for line in self.optimizer_lines:
             say(f"optim    {line}")
 
     def state_dict(self) -> dict:
@@ -227,7 +229,7 @@ class Training(Loop):
             "next_search": self.next_search,
             "state": self.state,
             "rollbacks": self.rollbacks,
-            "rng": torch.get_rng_state(),
+            **random_state(),
         }
 
     def load_state_dict(self, saved: dict) -> None:
@@ -251,7 +253,7 @@ class Training(Loop):
         self.next_search = saved.get("next_search", 0)  # earlier checkpoints lack this key
         self.state = saved["state"]
         self.rollbacks = saved["rollbacks"]
-        torch.set_rng_state(saved["rng"].cpu())
+        set_random_state(saved)
 
     def fit(self) -> None:
         """Make the remaining updates, with records, probes, evaluations and checkpoints when due.

@@ -61,6 +61,13 @@ def random_state() -> dict[str, torch.Tensor]:
     return state
 
 
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Set torch's random generators to a `random_state`, whose tensors may be on any device."""
+    torch.set_rng_state(state["rng"].cpu())
+    if "cuda_rng" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda_rng"].cpu())
+
+
 def restore_rank_state(path: Path, manifest: dict, ranks: Ranks, seed: int) -> dict:
     """Return a rank's own state from a checkpoint, and set torch's random generators from it.
 
@@ -71,9 +78,7 @@ def restore_rank_state(path: Path, manifest: dict, ranks: Ranks, seed: int) -> d
 
     if manifest["world_size"] == ranks.world_size:
         state = read_state(path / rank_file(ranks.rank))
-        torch.set_rng_state(state["rng"])
-        if "cuda_rng" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        set_random_state(state)
         return state
     states = [read_state(path / rank_file(rank)) for rank in range(manifest["world_size"])]
     # The factor is larger than any number of ranks, so no two pairs (update, rank) are equal.

@@ -97,12 +97,19 @@ class WeightMatch:
         outputs = "the source's"
         if self.differences:
             outputs = f"not the source's: {'; '.join(self.differences)}"
-        lines.append(f"outputs at the start are {outputs}")
+        elif self.other_settings:
+            outputs += ", except for the effect of other settings"
+        return [*lines, f"outputs at the start are {outputs}", *self.other_settings]
+
+    @property
+    def other_settings(self) -> list[str]:
+        """Settings that differ from the source's, and may change outputs."""
+        settings = []
         for name in LOGGED_FIELDS:
             value, source_value = (getattr(m.config, name) for m in (self.model, self.source))
             if value != source_value:
-                lines.append(f"{name} is {value}, in the source {source_value}")
-        return lines
+                settings.append(f"{name} is {value}, in the source {source_value}")
+        return settings
 
     def record(self) -> dict:
         """Return the content of init_from.json."""
@@ -111,8 +118,8 @@ class WeightMatch:
             "path": str(self.source.path),
             "what": self.source.description,
             "layers": [{"kind": layer.kind, "from": partner} for layer, partner in layers],
-            "outputs_equal": not self.differences,
-            "differs": self.differences,
+            "outputs_equal": not self.differences and not self.other_settings,
+            "differs": [*self.differences, *self.other_settings],
         }
 
 

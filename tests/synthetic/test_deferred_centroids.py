@@ -72,9 +72,11 @@ def test_unused_centroids_have_no_weight_and_no_gradient(make_cfg, three_states)
 
 @pytest.mark.parametrize("capacity", [2, 1])
 def test_too_many_states_wait_for_a_later_validation(make_cfg, three_states, capacity, capsys):
-    cfg = make_cfg(f"model.state_centroids={capacity}")
+    factor = 'optim.lr_factors={"*.centroids.*": 0.1}'
+    cfg = make_cfg(f"model.state_centroids={capacity}", factor)
     train(cfg)
     out = capsys.readouterr().out
+    assert "learning rate × 0.1: 3 tensors" in out
     assert f"distinguishes 3 states and model.state_centroids permits 2 to {capacity}" in out
     assert "none of its centroids: every search failed" in out
     assert not centroid_names(load_run(cfg.run_dir).model.state_dict())

@@ -133,6 +133,9 @@ def test_horizon_continues_the_power_law_of_lengths_near_the_training_length():
     assert math.isinf(predict_horizon(dict.fromkeys(ratio, 0.1), 8, 1.0))
     assert math.isinf(predict_horizon(ratio, 8, math.inf))
     assert math.isnan(predict_horizon(ratio, 8, math.nan))
+    unknown = {8: math.nan}  # the task never gives some answers at this length
+    assert predict_horizon(ratio | unknown, 8, 1.0) == pytest.approx(100)
+    assert math.isnan(predict_horizon(dict.fromkeys(ratio, math.nan) | {8: 0.1}, 8, 1.0))
 
 
 def build_run(folder, name, **sections):

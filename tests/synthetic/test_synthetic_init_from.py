@@ -16,7 +16,8 @@ from tests.fabricated import TINY
 from tests.refusals import refused as refused_by
 
 TREE = {**TINY, "model": {**TINY["model"], "layers": "fp_mamba1", "n_layer": 1}}
-HYBRID = ("model.layers=mamba fp_mamba1 mamba", "model.n_layer=3", "seed=7", "task.context=99")
+NEUTRAL = ("task.context=99", "task.noise=0.1", "task.supervision=every")  # change no id
+HYBRID = ("model.layers=mamba fp_mamba1 mamba", "model.n_layer=3", "seed=7", *NEUTRAL)
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")
 

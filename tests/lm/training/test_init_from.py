@@ -158,7 +158,10 @@ def test_partial_takes_some_of_the_layers(sources):
 def test_different_reset_at_eos_is_logged(sources):
     match = match_weights(sources["mamba"][0], make_model("mamba", 2, reset_at_eos=True))
     assert match.differences == []
-    assert match.describe()[-1] == "reset_at_eos is True, in the source False"
+    setting = "reset_at_eos is True, in the source False"
+    outputs = "outputs at the start are the source's, except for the effect of other settings"
+    assert match.describe()[-2:] == [outputs, setting]
+    assert not match.record()["outputs_equal"] and match.record()["differs"] == [setting]
 
 
 # Configurations.
