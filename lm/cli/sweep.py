@@ -13,6 +13,8 @@ from lm.common.files import find_shipped
 
 if TYPE_CHECKING:
     from lm.common.signals import StopSignals
+    from lm.config.schema import Config
+    from lm.runs.run_dir import RunDir
 
 LAUNCH_SCRIPT = find_shipped("launch/deepspeed.sh")
 
@@ -51,20 +53,23 @@ def _sweep(args: argparse.Namespace) -> int:
 
     if args.gpus and not args.run:
         raise ConfigError("--gpus needs --run: listing the points uses no GPU")
-    names = [cfg.name for cfg in config.load_sweep(args.config, args.override)[1]]
+    configs = config.load_sweep(args.config, args.override)[1]
     if args.run:
-        return run_points(args.config, names, args.override, args.gpus)
-    for name in names:
-        print(name)
+        return run_points(args.config, configs, args.override, args.gpus)
+    for cfg in configs:
+        print(cfg.name)
     return 0
 
 
-def run_points(path: str, names: list[str], overrides: list[str], gpus: int | None) -> int:
+def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int | None) -> int:
     """Train the unfinished points of a sweep, one after the other.
+
+    A finished or diverged point with another config in its directory is passed to the training,
+    which continues it if only `train.steps` is larger, and otherwise names the difference.
 
     Args:
         path: The YAML.
-        names: Names of all points, in order.
+        configs: Configs of all points, in order.
         overrides: `key=value` for every point.
         gpus: Number of GPUs of the DeepSpeed launcher; None: one process without the launcher.
 
@@ -83,20 +88,34 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
 
     has_failure = False
     with StopSignals() as signals:
-        for i, name in enumerate(names):
+        for i, cfg in enumerate(configs):
             # Read the state again before each point: another process may be training the sweep.
             point = sweep_status(path, overrides)[i]
-            failure = read_mapping(RunDir(point.run_dir).failure) or {}
-            has_diverged = failure.get("exit_code") == DIVERGED
-            if not point.is_unfinished or has_diverged:
-                say(f"{name}: {point.state}")
+            run = RunDir(point.run_dir)
+            has_diverged = (read_mapping(run.failure) or {}).get("exit_code") == DIVERGED
+            is_over = point.state == "done" or (has_diverged and point.is_unfinished)
+            if point.state == "running" or (is_over and not _has_other_config(run, cfg)):
+                say(f"{cfg.name}: {point.state}")
                 continue
-            say(f"{name}: point {i + 1} of {len(names)}")
+            say(f"{cfg.name}: point {i + 1} of {len(configs)}")
             exit_status = _train_point(_make_command(path, i, overrides, gpus), signals)
             if exit_status:
                 has_failure |= exit_status != DIVERGED
-                say(f"{name}: ended with exit status {exit_status}")
+                say(f"{cfg.name}: ended with exit status {exit_status}")
     return int(has_failure)
+
+
+def _has_other_config(run: RunDir, cfg: Config) -> bool:
+    """Return True if a run was trained with another config that its result depends on."""
+    from lm.config.load import build
+    from lm.config.resuming import Resume
+    from lm.config.yaml_text import load_tree
+    from lm.runs.run_dir import find_config_changes
+
+    saved = build(load_tree(run.config), str(run.config), type(cfg))
+    changes = find_config_changes(saved, cfg)
+    has_other_steps = "train.steps" in changes[Resume.FREE]
+    return bool(changes[Resume.FIXED] or changes[Resume.NOTED] or has_other_steps)
 
 
 def _train_point(command: list[str], signals: StopSignals) -> int:

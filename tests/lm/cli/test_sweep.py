@@ -13,6 +13,7 @@ import yaml
 from lm.cli import sweep
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
+from lm.config import load as config
 from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.lease import is_alive
 from tests.running import ENV, ROOT, read_losses
@@ -54,18 +55,21 @@ class FakePopen:
         return self.returncode
 
 
-def write_run(folder: Path, name: str, value: dict) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("train: {steps: 4}")
-    (folder / name).write_text(json.dumps(value))
+def write_run(path: Path, index: int, file: str, value: dict) -> None:
+    """Write the directory of a point as if it was trained, with a file that ends it."""
+    cfg = config.load(path, job_index=index)
+    cfg.run_dir.mkdir(parents=True)
+    (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
+    (cfg.run_dir / file).write_text(json.dumps(value))
 
 
-def test_sweep_continues_after_a_failed_point(path, tmp_path, monkeypatch, capsys):
-    validation = {"loss": 2.0, "perplexity": 7.4}
-    write_run(tmp_path / "s/000-fp-seed=0", "result.json", {"updates": 4, "validation": validation})
-    write_run(
-        tmp_path / "s/001-fp-seed=1", "failure.json", {"exit_code": DIVERGED, "sentence": "nan"}
-    )
+RESULT = {"updates": 4, "validation": {"loss": 2.0, "perplexity": 7.4}}
+FAILURE = {"exit_code": DIVERGED, "sentence": "nan"}
+
+
+def test_sweep_continues_after_a_failed_point(path, monkeypatch, capsys):
+    write_run(path, 0, "result.json", RESULT)
+    write_run(path, 1, "failure.json", FAILURE)
     popen = FakePopen(FAILED, 0)
     monkeypatch.setattr(sweep.subprocess, "Popen", popen)
     assert main(["sweep", str(path), "--run", "train.steps=4"]) == 1
@@ -75,6 +79,21 @@ def test_sweep_continues_after_a_failed_point(path, tmp_path, monkeypatch, capsy
     output = capsys.readouterr().out
     for text in ("s/000-fp-seed=0: done", "s/001-fp-seed=1: failed", "exit status"):
         assert text in output
+
+
+@pytest.mark.parametrize(
+    "override, is_trained",
+    [("train.steps=5", True), ("optim.lr=0.1", True), ("log.every=3", False), ("name=s", False)],
+)
+def test_finished_point_of_another_config_is_passed_to_the_training(
+    path, monkeypatch, override, is_trained
+):
+    write_run(path, 0, "result.json", RESULT)
+    write_run(path, 1, "failure.json", FAILURE)
+    popen = FakePopen(0, 0, 0, 0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
+    assert main(["sweep", str(path), "--run", override]) == 0
+    assert len(popen.commands) == (4 if is_trained else 2)
 
 
 @pytest.mark.parametrize("point_status, sweep_status", [(DIVERGED, 0), (PREEMPTED, PREEMPTED)])
