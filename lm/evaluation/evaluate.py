@@ -70,6 +70,7 @@ def evaluate(
 
     Returns:
         The content of the file, with these keys among others:
+        "step": update of a run's checkpoint, None for an export;
         "tasks": {task: {"metrics": {metric: {"value", "stderr", "higher_is_better"}}, …}};
         "solver": description of the solver, "none" for a model without one;
         "fixed_point": cost of the solves (`lm.runs.metrics.fixed_point_metrics`);
@@ -99,6 +100,7 @@ def evaluate(
     # 3. Write the results.
     results = {
         "checkpoint": checkpoint.resolve().name,
+        "step": loaded.step,
         "limit": limit,
         "batch_size": batch_size,
         **_collect_results(loaded.model, raw_results, solves),
@@ -191,6 +193,8 @@ def _run(
 
     with contextlib.ExitStack() as hooks:
         hooks.callback(model.register_forward_hook(record_solves).remove)
+        # As in training, text that spells a special token is text.
+        loaded.tokenizer.split_special_tokens = True
         raw = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": model, "tokenizer": loaded.tokenizer},

@@ -28,12 +28,20 @@ class LanguageModel:
             dtype in which it was saved.
         tokenizer: The tokenizer of the model.
         name: Name of the run, of the folder, or on the hub.
+        step: Number of updates of the checkpoint; None if the model is not from a run directory.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        step: int | None = None,
+    ):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
+        self.step = step
 
     def generate(
         self,
@@ -130,13 +138,14 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
             run's config.yaml.
     """
     folder = Path(path).expanduser()
-    kind = check_model(path)
+    kind, step = check_model(path), None
     if kind == "run":
         _refuse_synthetic(folder)
         from lm.training.trained import load_trained
 
         trained = load_trained(folder, trust=trust)
         model, tokenizer, name = trained.model, trained.tokenizer, trained.config.name
+        step = trained.manifest["step"]
     elif kind == "export":
         _refuse_without_tokenizer(folder)
         model, tokenizer = _load_pretrained(folder, trust)
@@ -148,7 +157,7 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LanguageModel(model.to(device), tokenizer, name)
+    return LanguageModel(model.to(device), tokenizer, name, step)
 
 
 def _load_pretrained(

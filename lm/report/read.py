@@ -18,6 +18,7 @@ from lm.common.files import DamagedError, check_types, printable, read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
 from lm.report.status import shorten_paths
+from lm.runs.checkpoint import checkpoint_step, list_checkpoints
 from lm.runs.metrics import read_log
 from lm.runs.run_dir import RunDir, RunDirError, flatten_config
 from lm.runs.status import Status, is_number, run_status
@@ -185,7 +186,7 @@ def _read_result(run: RunDir, remarks: list[str]) -> dict:
 def _read_scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | None]:
     """Return the metrics of each task in eval/results.json, and the number of documents per task.
 
-    Add a remark if the file is damaged.
+    Add a remark if the file is damaged, or was measured on other weights than the newest ones.
     """
     results = read_mapping(run.eval_results)
     if results is None:
@@ -200,6 +201,12 @@ def _read_scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int 
             f"{run.eval_results} is damaged: each task must have metrics, and each metric a value"
         )
         return {}, None
+    step, checkpoints = results.get("step"), list_checkpoints(run.checkpoints)
+    if checkpoints and step is not None and step != (newest := checkpoint_step(checkpoints[-1])):
+        remarks.append(
+            f"{run.eval_results} was measured after update {step}, and the newest checkpoint is of"
+            f" update {newest}: evaluate the run again"
+        )
     limit = results.get("limit")
     return scores, limit if isinstance(limit, int) else None
 

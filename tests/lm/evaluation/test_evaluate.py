@@ -184,7 +184,8 @@ def test_run_and_its_export_have_the_same_results(tiny_run, tiny_export, tmp_pat
     )
     assert run_results["tasks"] == export_results["tasks"]
     assert run_results["solver"] == export_results["solver"]
-    assert run_results["checkpoint"] == "tiny"
+    assert (run_results["checkpoint"], run_results["step"]) == ("tiny", 8)
+    assert export_results["step"] is None
 
 
 @pytest.mark.slow

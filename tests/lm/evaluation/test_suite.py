@@ -115,8 +115,8 @@ def test_unreachable_hub_is_an_evaluation_error(monkeypatch):
 
 def test_bits_per_byte_of_text_equal_those_of_inspect(small_export, tmp_path, monkeypatch):
     """Both score the unchanged text after an EOS token, and no EOS token."""
-    text = "naïve 東京, [and] more.\n\n"
-    (tmp_path / "a.txt").write_bytes(text.encode())
+    text = "naïve 東京, [and] <eos> more.\n\n"
+    (tmp_path / "a.txt").write_bytes(text.encode("utf-8-sig"))
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
     out = tmp_path / "r.json"
     results = evaluate(small_export, ["text_local"], out=out)
@@ -124,6 +124,9 @@ def test_bits_per_byte_of_text_equal_those_of_inspect(small_export, tmp_path, mo
     bits = fprnn.load(small_export).inspect(text).bits_per_byte
     assert metrics["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
     assert metrics["byte_perplexity"]["value"] == pytest.approx(2**bits, rel=1e-5)
+    (tmp_path / "b.txt").write_bytes(b"abc\xff")
+    with pytest.raises(EvaluationError, match=r"b\.txt is not UTF-8"):
+        evaluate(small_export, ["text_local"])
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(TASKS_DIR))
     with pytest.raises(EvaluationError, match=r"has no \.txt file with text in it"):
         evaluate(small_export, ["text_local"])

@@ -380,6 +380,17 @@ def test_names_are_escaped(tmp_path):
     assert not re.search(r"<(link|iframe|object|base)|@import|url\(", page)
 
 
+@pytest.mark.parametrize("step, is_old", [(20, True), (40, False), (None, False)])
+def test_remark_names_scores_of_older_weights(tmp_path, undrawn, step, is_old):
+    folder = write_run(tmp_path / "run", make_records([0]))
+    for name in ("checkpoints/step-000020", "checkpoints/step-000040", "eval"):
+        (folder / name).mkdir(parents=True)
+    tasks = {"a": {"metrics": {"acc": {"value": 0.5}}}}
+    (folder / "eval/results.json").write_text(json.dumps({"step": step, "tasks": tasks}))
+    remark = "measured after update 20, and the newest checkpoint is of update 40"
+    assert (remark in write_report(folder)) == is_old
+
+
 def test_remark_names_a_damaged_result(tmp_path, capsys, undrawn):
     folder = write_run(tmp_path / "run", make_records([0]))
     (folder / "result.json").write_text("{")

@@ -20,7 +20,7 @@ def load(**_: object) -> DatasetDict:
 
     Raises:
         FileNotFoundError: If the variable is not set, or the folder has no .txt file with text.
-        UnicodeDecodeError: If a file is not UTF-8.
+        ValueError: If a file is not UTF-8.
     """
     folder = os.environ.get("FPRNN_EVAL_DATA")
     if not folder:
@@ -29,10 +29,17 @@ def load(**_: object) -> DatasetDict:
             " FPRNN_EVAL_DATA names, which is not set"
         )
     paths = sorted(Path(folder).expanduser().glob("*.txt"))
-    rows = [{"text": path.read_bytes().decode("utf-8")} for path in paths]
-    rows = [row for row in rows if row["text"]]
+    rows = [{"text": text} for path in paths if (text := _read(path))]
     if not rows:
         raise FileNotFoundError(f"{folder} (FPRNN_EVAL_DATA) has no .txt file with text in it")
     from datasets import Dataset, DatasetDict
 
     return DatasetDict({"test": Dataset.from_list(rows)})
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, without a byte order mark."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8: {e}") from None
