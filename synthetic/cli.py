@@ -120,8 +120,9 @@ def _inspect_errors(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from lm.config.yaml_text import load_tree
 
-    overrides = [text for text in args.config if "=" in text]
-    paths = [text for text in args.config if "=" not in text]
+    # The directory of a sweep's point may contain `=`.
+    paths = [text for text in args.config if "=" not in text or text.endswith((".yaml", ".yml"))]
+    overrides = [text for text in args.config if text not in paths]
     for path in paths:
         load_tree(path)  # refuses an unreadable YAML before the slow imports
 

@@ -31,7 +31,7 @@ SCALES = ("small", "paper")
 class Report:
     """Specification of a figure or table of the paper, drawn by `synthetic.plots`."""
 
-    paper_label: str  # name in the paper, such as "Fig. 1"
+    paper_label: str  # name in the paper, such as "Fig. 1"; "" if it is not in the paper
     title: str
     kind: str  # key of synthetic.plots.DRAW_FUNCTIONS
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the draw function
@@ -43,7 +43,7 @@ class Report:
 
 
 REPORTS = {
-    "demo": Report("State tracking", "Sequences of S3, trained on up to 16 elements", "curves"),
+    "demo": Report("", "State tracking: sequences of S3, trained on up to 16 elements", "curves"),
     "fig1": Report("Fig. 1", "Length generalisation by ℓmax in training", "curves"),
     "fig2": Report(
         "Fig. 2",
@@ -265,8 +265,9 @@ def report(
 
     # 3. Print the summary, the notes, and the missing runs.
     count = f"{len(runs)} of {len(sweep.configs)} runs"
-    say(build_table(drawing.summary, f"{entry.paper_label}: {entry.title} ({scale}, {count})"))
-    lines = [*drawing.notes, describe_paper(entry, scale)]
+    name = f"{entry.paper_label}: {entry.title}" if entry.paper_label else entry.title
+    say(build_table(drawing.summary, f"{name} ({scale}, {count})"))
+    lines = [*drawing.notes, *([describe_paper(entry, scale)] if entry.paper_label else [])]
     lines += [f"{label:<8} {path}" for label, path in paths.items()]
     say("\n".join([*lines, *missing]))
     if failure:

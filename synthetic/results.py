@@ -43,17 +43,19 @@ def format_solver(solver: dict | str) -> str:
 
 
 def describe_unfinished_curriculum(result: dict, cfg: Config) -> str:
-    """Return a note if the curriculum ended below the full training length, otherwise "".
+    """Return a note if the curriculum did not reach its end, otherwise "".
 
     Args:
-        result: Result of the run. Results from before `trained_length` existed give "".
+        result: Result of the run. It may lack the keys that earlier versions did not write.
         cfg: Config of the run.
     """
     full_length = cfg.train.lengths[1]
     length = result.get("trained_length", full_length)
-    if length == full_length:
-        return ""
-    return f"its curriculum ended at length {length}: it was never trained at {full_length}"
+    if length != full_length:
+        return f"its curriculum ended at length {length}: it was never trained at {full_length}"
+    if (count := result.get("trained_elements")) is not None:
+        return f"its curriculum ended with {count} elements: it was never trained with all"
+    return ""
 
 
 def format_solvers(rows: list[dict]) -> str:

@@ -547,6 +547,7 @@ class Training(Loop):
             "updates": self.step,
             "solved_at": self.solved_at,
             "trained_length": self.longest,
+            "trained_elements": self.num_elements,  # None: all
             "training_seconds": round(self.seconds, 1),
             "headline": task.headline,
             "chance": task.chance,

@@ -35,7 +35,7 @@ def _status(args: argparse.Namespace) -> int:
     from lm.runs.path_checks import PathError, check_run
 
     # The run directory of a sweep's point may also contain `=`, but no key of the YAML before it.
-    overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
+    overrides = [p for p in args.place if "=" in p and is_key(p.partition("=")[0], Config)]
     places = [text for text in args.place if text not in overrides]
     if overrides and not places:
         raise PathError(

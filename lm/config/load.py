@@ -237,11 +237,17 @@ def sweep_points(
         schema: Class of the configuration.
 
     Raises:
-        ConfigError: If there is no sweep, a list is empty, a key is unknown, or a point is invalid.
+        ConfigError: If there is no sweep, it belongs to another schema, a list is empty, a key is
+            unknown, or a point is invalid.
     """
     sweep = tree.get("sweep") or {}
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{origin} has no `sweep:` section (a mapping of dotted key to list)")
+    if schema is Config and "task" in tree:
+        raise ConfigError(
+            f"{origin} is a sweep of the validation suite, because it has a `task:` section:"
+            f" `fprnn synthetic report --config {origin}` shows it, with --run it trains the points"
+        )
     values_by_key = {
         str(key): _read_sweep_values(str(key), values, origin, schema)
         for key, values in sweep.items()

@@ -69,13 +69,18 @@ def parse_hardware(
     return Hardware(world_size, card, utilisation or DEFAULT_UTILISATION)
 
 
+# Kinds of layers that read tokens one after another, other than fixed-point layers.
+TOKEN_BY_TOKEN = ("kda", "lstm", "m2rnn", "rwkv7", "slstm")
+
+
 @dataclass(frozen=True)
 class LayersBySolver:
-    """Fixed-point layers of a model, by the solver that a run would use."""
+    """Fixed-point layers of a model by the solver that a run would use, and other slow layers."""
 
     kernel: list  # a GPU kernel solves their tokens one after the other
     loop: list  # PyTorch or the CPU kernel solves their tokens one after the other
     iterated: list  # solved iteratively, in windows or by the paper's iteration
+    unmeasured: list  # kinds of the layers in TOKEN_BY_TOKEN
 
     @property
     def evaluations(self) -> float | None:
@@ -95,7 +100,7 @@ def fits_kernel(block: Any) -> bool:
 
 
 def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> LayersBySolver:
-    """Return the fixed-point layers of a model by solver.
+    """Return the fixed-point layers of a model by solver, and the other slow layers.
 
     On a GPU, the schedule `auto` is sequential if the kernel supports the layer
     (`choose_window_width` in lm/model/strategies.py).
@@ -105,9 +110,10 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
         model: The model, possibly on the meta device.
         on_gpu: True if the run trains on a GPU.
     """
+    unmeasured = [layer.kind for layer in model.config.layer_list() if layer.kind in TOKEN_BY_TOKEN]
     blocks, solver = model.fixed_point_blocks(), cfg.solver.resolve_auto()
     if solver["token"] != "exact":
-        return LayersBySolver([], [], blocks)
+        return LayersBySolver([], [], blocks, unmeasured)
     sequential = []
     if solver["schedule"] == "sequential":
         sequential = blocks
@@ -115,7 +121,8 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
         sequential = [b for b in blocks if (fits_kernel(b) if on_gpu else b.mixer.has_low_rank)]
     kernel = [b for b in sequential if on_gpu and fits_kernel(b)]
     loop = [b for b in sequential if b not in kernel]
-    return LayersBySolver(kernel, loop, [b for b in blocks if b not in sequential])
+    iterated = [b for b in blocks if b not in sequential]
+    return LayersBySolver(kernel, loop, iterated, unmeasured)
 
 
 def resolve_schedule(cfg: Config, layers: LayersBySolver) -> Config:
@@ -137,10 +144,10 @@ def estimate_hours(
     Args:
         cfg: The configuration.
         hardware: The hardware.
-        layers: Fixed-point layers of the model.
+        layers: Layers of the model by solver.
         flops: FLOPs of the run with one evaluation per token.
     """
-    if hardware.card.peak is None or layers.loop or layers.iterated:
+    if hardware.card.peak is None or layers.loop or layers.iterated or layers.unmeasured:
         return None
     peak_flops_per_s = hardware.world_size * hardware.card.peak[cfg.train.precision]
     # The kernel solves the tokens of a micro-batch's sequences in parallel, one position after
@@ -309,8 +316,9 @@ def _hour_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
     if hours_by_part is None:
         reason = "for a CPU"
         if hardware.card.on_gpu:
-            slow_count = len(costs["layers"].loop) + len(costs["layers"].iterated)
-            reason = f"because no measured kernel solves {slow_count} of the layers"
+            layers = costs["layers"]
+            slow_count = len([*layers.loop, *layers.iterated, *layers.unmeasured])
+            reason = f"because the speed of {slow_count} of the layers was not measured"
         return [("hours", f"unknown {reason}: train a few updates, which logs tokens/s")]
     peak_tflops = hardware.card.peak[cfg.train.precision] / 1e12
     share = f"{hardware.utilisation:.0%} of {peak_tflops:g} TFLOP/s"

@@ -46,7 +46,7 @@ def show(statuses: list[Status]) -> None:
     say(make_table(statuses))
     for line in list_remarks(statuses):
         say(line)
-    if any(status.label and status.state == "done" for status in statuses):
+    if any(status.index is not None and status.state == "done" for status in statuses):
         say(format_results(statuses))
 
 
@@ -99,18 +99,24 @@ def list_remarks(statuses: list[Status]) -> list[str]:
     """Return the texts of runs, and the unfinished points of a sweep for sbatch's `--array`."""
     lines = []
     for status in statuses:
-        name = status.run_dir if status.index is None else f"{status.index:03d}"
+        is_point = status.index is not None
+        name = f"{_sweep_name(status)} {status.index:03d}" if is_point else status.run_dir
         if status.text:
             lines.append(f"{name} {status.state}: {status.text}")
-    unfinished = [
-        status.index for status in statuses if status.is_unfinished and status.index is not None
-    ]
+    unfinished: dict[str, list[int]] = {}  # name of a sweep → indices of points
+    for status in statuses:
+        if status.is_unfinished and status.index is not None:
+            unfinished.setdefault(_sweep_name(status), []).append(status.index)
     if any(status.num_iters and any(find_other_solutions(status.num_iters)) for status in statuses):
         lines.append(OTHER_SOLUTION_NOTE)
-    if unfinished:
-        points = format_ranges(unfinished)
-        lines.append(f"not finished and not running: --array={points} (some may be queued)")
+    for sweep, points in unfinished.items():
+        array = f"--array={format_ranges(points)} (some may be queued)"
+        lines.append(f"{sweep}: not finished and not running: {array}")
     return lines
+
+
+def _sweep_name(status: Status) -> str:
+    return Path(status.run_dir).parent.name
 
 
 def format_ranges(numbers: list[int]) -> str:
@@ -130,9 +136,9 @@ def format_results(statuses: list[Status]) -> str:
 
     rows = []
     for status in statuses:
-        if status.label:  # only points of sweeps have a label
+        if status.index is not None:
             is_done = status.state == "done"
-            names = {"sweep": Path(status.run_dir).parent.name, "point": status.label}
+            names = {"sweep": _sweep_name(status), "point": status.label or "all seeds"}
             rows.append({**names, "done": is_done, **(read_results(status) if is_done else {})})
     frame = pd.DataFrame(rows).astype(dict.fromkeys(RESULT_COLUMNS, float))
     points = frame.groupby(["sweep", "point"], sort=False)  # the runs of a point differ in the seed

@@ -57,7 +57,7 @@ def blocked(tmp_path):
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
         ("train.curriculum={start: 2, constant_tokens: 2}", "`train.curriculum.constant_tokens`"),
-        ("model={layers: mamba}", "fixed-point layers, lstm and slstm have such noise"),
+        ("model={layers: mamba}", "lstm and slstm have such noise"),
         (
             "thresholds=[{metric: a, mim: 1}]",
             "unknown key `thresholds[0].mim`; did you mean `thresholds.min`?",
@@ -176,3 +176,7 @@ def test_missing_packages_are_named_before_training(monkeypatch, tmp_path, packa
     with pytest.raises(MissingPackageError, match=f"log.{package} needs the package {package}"):
         train(cfg)
     assert not (tmp_path / "runs").exists()
+
+
+def test_path_may_contain_an_equals_sign(capsys):
+    assert "lr=1/config.yaml" in refused(capsys, "validate", "lr=1/config.yaml", "--quick")

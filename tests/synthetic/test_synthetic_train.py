@@ -237,6 +237,8 @@ def test_unfinished_curriculum_is_noted(make_cfg, capsys):
     assert f"note: {note}" in capsys.readouterr().out and result["trained_length"] == 1
     assert describe_unfinished_curriculum(result, c) == note
     assert describe_unfinished_curriculum({**result, "trained_length": 3}, c) == ""
+    few = describe_unfinished_curriculum({"trained_length": 3, "trained_elements": 2}, c)
+    assert few == "its curriculum ended with 2 elements: it was never trained with all"
     del result["trained_length"]  # as in results of earlier versions
     assert describe_unfinished_curriculum(result, c) == ""
 

@@ -14,7 +14,7 @@ from lm.config.data import Data, Stage
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.report import estimate
-from lm.report.plan import make_table, parse_hardware, plan
+from lm.report.plan import TOKEN_BY_TOKEN, make_table, parse_hardware, plan
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
@@ -411,7 +411,11 @@ def test_waiting_stage_makes_the_passes_a_minimum():
 def test_every_model_can_be_planned(name):
     costs = plan(tiny_config(name=name, d_model=64, headdim=16), 2)
     assert costs["parameters"] > 0 and costs["flops_per_token"] > 0
-    assert all(size >= 0 for size in costs["memory"]) and costs["hours"]["matrix products"] > 0
+    assert all(size >= 0 for size in costs["memory"])
+    if name in TOKEN_BY_TOKEN:
+        assert costs["hours"] is None
+    else:
+        assert costs["hours"]["matrix products"] > 0
 
 
 def test_gpu_can_be_described_by_its_data_sheet():

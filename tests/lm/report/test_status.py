@@ -15,6 +15,7 @@ from lm.report import status
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.run_dir import RunDir
 from lm.runs.status import Status, run_status
+from tests.running import ROOT
 
 NOW = 1_700_000_000.0
 RESULT = {
@@ -215,6 +216,19 @@ def test_override_without_a_sweep_is_refused(capsys, option):
     assert "`seed=1` sets a key of a sweep, but no sweep is named" in capsys.readouterr().err
 
 
+def test_run_directory_may_have_the_name_of_a_section(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    FakeRun(tmp_path / "data").log(training_record(8, 40.0))
+    assert main(["status", "data"]) == 0
+    assert "data" in capsys.readouterr().out
+
+
+def test_sweep_of_the_suite_is_refused_with_its_command(capsys):
+    path = ROOT / "configs/synthetic/small/fig1.yaml"
+    assert main(["status", str(path)]) == BAD_CONFIG
+    assert f"fprnn synthetic report --config {path}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_missing_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path / "runs/late")]) == BAD_CONFIG
     assert "no such folder; give a run directory" in capsys.readouterr().err
@@ -251,7 +265,7 @@ def write_finished_point(folder, label, bits, **other):
         "result.json", RESULT | {"parameters": 1200, "tokens": 96} | {"validation": validation}
     )
     counts = {"mean": [2.0, 4.0]} if label == "fp" else None
-    return Status(str(folder), "done", label=label, num_iters=counts, **other)
+    return Status(str(folder), "done", index=0, label=label, num_iters=counts, **other)
 
 
 def test_seeds_of_a_point_share_a_row(tmp_path):
@@ -259,11 +273,32 @@ def test_seeds_of_a_point_share_a_row(tmp_path):
         write_finished_point(tmp_path / "0", "fp", 2.0),
         write_finished_point(tmp_path / "1", "fp", 3.0),
         write_finished_point(tmp_path / "2", "mamba", 1.5),
-        Status(str(tmp_path / "3"), "running", label="mamba"),
-        Status(str(tmp_path / "4"), "missing", label="other"),
+        Status(str(tmp_path / "3"), "running", index=3, label="mamba"),
+        Status(str(tmp_path / "4"), "missing", index=4, label="other"),
     ]
     _, *rows = status.format_results(statuses).splitlines()
     assert [row.split()[1:] for row in rows] == [
         ["fp", "2", "2", "1,200", "96", "2.5", "0.707107", "40", "3"],
         ["mamba", "1", "2", "1,200", "96", "1.5", "–", "40", "–"],
+    ]
+
+
+def test_sweep_over_seeds_is_one_row(tmp_path):
+    statuses = [write_finished_point(tmp_path / str(bits), "", bits) for bits in (2.0, 3.0)]
+    _, row = status.format_results(statuses).splitlines()
+    assert row.split()[1:7] == ["all", "seeds", "2", "2", "1,200", "96"]
+
+
+def test_array_indices_are_listed_for_each_sweep():
+    statuses = [
+        Status(f"runs/{sweep}/{index}", "missing", "gone", index=index)
+        for sweep, indices in {"a": (0, 1), "b": (1,)}.items()
+        for index in indices
+    ]
+    assert status.list_remarks(statuses) == [
+        "a 000 missing: gone",
+        "a 001 missing: gone",
+        "b 001 missing: gone",
+        "a: not finished and not running: --array=0-1 (some may be queued)",
+        "b: not finished and not running: --array=1 (some may be queued)",
     ]
