@@ -121,7 +121,7 @@ def _validate(args: argparse.Namespace) -> int:
     from lm.config.yaml_text import load_tree
 
     # The directory of a sweep's point may contain `=`.
-    paths = [text for text in args.config if "=" not in text or text.endswith((".yaml", ".yml"))]
+    paths = [text for text in args.config if "=" not in text or Path(text).is_file()]
     overrides = [text for text in args.config if text not in paths]
     for path in paths:
         load_tree(path)  # refuses an unreadable YAML before the slow imports

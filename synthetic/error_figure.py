@@ -22,8 +22,8 @@ PANELS = {  # quantity → labels of the axes, smallest value of the vertical ax
 }
 NOTE = (
     f"Horizon: first length with a scaled accuracy of the last answer below {READABLE}; none: the"
-    " reference means do not identify the right answers, or the ratio is known at only one length"
-    " from T/2 to 2T. T: training length"
+    " reference means do not identify the right answers, or the ratio is known at fewer than two"
+    " lengths from T/2 to 2T. T: training length"
 )
 
 

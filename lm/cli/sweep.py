@@ -64,8 +64,8 @@ def _sweep(args: argparse.Namespace) -> int:
 def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int | None) -> int:
     """Train the unfinished points of a sweep, one after the other.
 
-    A finished or diverged point with another config in its directory is passed to the training,
-    which continues it if only `train.steps` is larger, and otherwise names the difference.
+    A finished or diverged point is trained again if only `train.steps` differs. If it was trained
+    with other settings, they are named, and the point counts as failed.
 
     Args:
         path: The YAML.
@@ -94,7 +94,15 @@ def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int
             run = RunDir(point.run_dir)
             has_diverged = (read_mapping(run.failure) or {}).get("exit_code") == DIVERGED
             is_over = point.state == "done" or (has_diverged and point.is_unfinished)
-            if point.state == "running" or (is_over and not _has_other_config(run, cfg)):
+            changes, has_other_steps = _find_changes(run, cfg) if is_over else ("", False)
+            if changes:
+                has_failure = True
+                say(
+                    f"{cfg.name}: {point.state}, with other settings ({changes}): delete {run}, or"
+                    " choose another `name`"
+                )
+                continue
+            if point.state == "running" or (is_over and not has_other_steps):
                 say(f"{cfg.name}: {point.state}")
                 continue
             say(f"{cfg.name}: point {i + 1} of {len(configs)}")
@@ -105,17 +113,26 @@ def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int
     return int(has_failure)
 
 
-def _has_other_config(run: RunDir, cfg: Config) -> bool:
-    """Return True if a run was trained with another config that its result depends on."""
+def _find_changes(run: RunDir, cfg: Config) -> tuple[str, bool]:
+    """Compare the config of a trained run with a point's config.
+
+    Returns:
+        The settings that differ and that trained weights depend on, as text, and whether
+        `train.steps` differs.
+    """
+    from lm.common.errors import ConfigError
     from lm.config.load import build
     from lm.config.resuming import Resume
     from lm.config.yaml_text import load_tree
     from lm.runs.run_dir import find_config_changes
 
-    saved = build(load_tree(run.config), str(run.config), type(cfg))
+    try:
+        saved = build(load_tree(run.config), str(run.config), type(cfg))
+    except ConfigError as e:
+        return str(e), False
     changes = find_config_changes(saved, cfg)
-    has_other_steps = "train.steps" in changes[Resume.FREE]
-    return bool(changes[Resume.FIXED] or changes[Resume.NOTED] or has_other_steps)
+    fixed_and_noted = [*changes[Resume.FIXED].values(), *changes[Resume.NOTED].values()]
+    return "; ".join(fixed_and_noted), "train.steps" in changes[Resume.FREE]
 
 
 def _train_point(command: list[str], signals: StopSignals) -> int:

@@ -245,8 +245,8 @@ def sweep_points(
         raise ConfigError(f"{origin} has no `sweep:` section (a mapping of dotted key to list)")
     if schema is Config and "task" in tree:
         raise ConfigError(
-            f"{origin} is a sweep of the validation suite, because it has a `task:` section:"
-            f" `fprnn synthetic report --config {origin}` shows it, with --run it trains the points"
+            f"{origin} is a sweep of the validation suite, because it has a `task:` section: `fprnn"
+            f" synthetic report NAME --config {origin} --run` trains and draws its points"
         )
     values_by_key = {
         str(key): _read_sweep_values(str(key), values, origin, schema)

@@ -254,7 +254,7 @@ def check_adversary(noise: float, model: Model) -> None:
     """Raise a ValueError if the model cannot train with this `train.adversarial_noise`."""
     if not model.has_state_noise:
         raise ValueError(
-            f"`train.adversarial_noise` is {noise}, but {WITH_STATE_NOISE} have such noise"
+            f"`train.adversarial_noise` is {noise}, but {WITH_STATE_NOISE} have such noise,"
             f" and {model.layers or model.name} has none: set it to 0"
         )
 
@@ -267,7 +267,7 @@ def check_state_noise(cfg: Run) -> None:
     if cfg.solver.state_noise and not cfg.model.has_state_noise:
         raise ConfigError(
             f"solver.state_noise is {cfg.solver.state_noise:g}, but {WITH_STATE_NOISE} have such"
-            f" noise and {cfg.model.layers or cfg.model.name} has none: set it to 0"
+            f" noise, and {cfg.model.layers or cfg.model.name} has none: set it to 0"
         )
 
 

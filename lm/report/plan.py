@@ -318,7 +318,7 @@ def _hour_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
         if hardware.card.on_gpu:
             layers = costs["layers"]
             slow_count = len([*layers.loop, *layers.iterated, *layers.unmeasured])
-            reason = f"because the speed of {slow_count} of the layers was not measured"
+            reason = f"because no speed was measured for {slow_count} of the layers"
         return [("hours", f"unknown {reason}: train a few updates, which logs tokens/s")]
     peak_tflops = hardware.card.peak[cfg.train.precision] / 1e12
     share = f"{hardware.utilisation:.0%} of {peak_tflops:g} TFLOP/s"

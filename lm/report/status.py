@@ -116,7 +116,8 @@ def list_remarks(statuses: list[Status]) -> list[str]:
 
 
 def _sweep_name(status: Status) -> str:
-    return Path(status.run_dir).parent.name
+    """Return the folder of the sweep that a run belongs to."""
+    return str(Path(status.run_dir).parent)
 
 
 def format_ranges(numbers: list[int]) -> str:

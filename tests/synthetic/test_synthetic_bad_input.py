@@ -178,5 +178,7 @@ def test_missing_packages_are_named_before_training(monkeypatch, tmp_path, packa
     assert not (tmp_path / "runs").exists()
 
 
-def test_path_may_contain_an_equals_sign(capsys):
-    assert "lr=1/config.yaml" in refused(capsys, "validate", "lr=1/config.yaml", "--quick")
+def test_path_may_contain_an_equals_sign(capsys, tmp_path):
+    path = tmp_path / "lr=1.yaml"
+    path.write_text("[")
+    assert "lr=1.yaml is not valid YAML" in refused(capsys, "validate", str(path), "--quick")

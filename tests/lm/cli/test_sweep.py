@@ -82,18 +82,35 @@ def test_sweep_continues_after_a_failed_point(path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "override, is_trained",
-    [("train.steps=5", True), ("optim.lr=0.1", True), ("log.every=3", False), ("name=s", False)],
+    "override, command_count, difference",
+    [
+        ("train.steps=5", 4, ""),
+        ("log.every=3", 2, ""),
+        ("optim.lr=0.1", 2, "optim.lr was 0.004, is 0.1"),
+        ("solver.state_noise=0.3", 2, "solver.state_noise was 0.0, is 0.3"),
+    ],
 )
-def test_finished_point_of_another_config_is_passed_to_the_training(
-    path, monkeypatch, override, is_trained
+def test_finished_point_of_another_config_is_continued_or_named(
+    path, monkeypatch, capsys, override, command_count, difference
 ):
+    path.write_text(path.read_text().replace("mamba: {model.layers: mamba}", "two: {}"))
     write_run(path, 0, "result.json", RESULT)
     write_run(path, 1, "failure.json", FAILURE)
     popen = FakePopen(0, 0, 0, 0)
     monkeypatch.setattr(sweep.subprocess, "Popen", popen)
-    assert main(["sweep", str(path), "--run", override]) == 0
-    assert len(popen.commands) == (4 if is_trained else 2)
+    assert main(["sweep", str(path), "--run", override]) == bool(difference)
+    assert len(popen.commands) == command_count
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count(f"with other settings ({difference})") == (2 if difference else 0)
+
+
+def test_finished_point_without_a_readable_config_is_named(path, monkeypatch, capsys):
+    write_run(path, 0, "result.json", RESULT)
+    (config.load(path, job_index=0).run_dir / "config.yaml").write_text("train: {steps: 4, a: 1}")
+    popen = FakePopen(0, 0, 0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
+    assert main(["sweep", str(path), "--run"]) == 1 and len(popen.commands) == 3
+    assert "unknown key `train.a`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("point_status, sweep_status", [(DIVERGED, 0), (PREEMPTED, PREEMPTED)])

@@ -226,7 +226,9 @@ def test_run_directory_may_have_the_name_of_a_section(tmp_path, monkeypatch, cap
 def test_sweep_of_the_suite_is_refused_with_its_command(capsys):
     path = ROOT / "configs/synthetic/small/fig1.yaml"
     assert main(["status", str(path)]) == BAD_CONFIG
-    assert f"fprnn synthetic report --config {path}" in " ".join(capsys.readouterr().err.split())
+    assert f"fprnn synthetic report NAME --config {path}" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_missing_run_is_refused(tmp_path, capsys):
@@ -296,9 +298,9 @@ def test_array_indices_are_listed_for_each_sweep():
         for index in indices
     ]
     assert status.list_remarks(statuses) == [
-        "a 000 missing: gone",
-        "a 001 missing: gone",
-        "b 001 missing: gone",
-        "a: not finished and not running: --array=0-1 (some may be queued)",
-        "b: not finished and not running: --array=1 (some may be queued)",
+        "runs/a 000 missing: gone",
+        "runs/a 001 missing: gone",
+        "runs/b 001 missing: gone",
+        "runs/a: not finished and not running: --array=0-1 (some may be queued)",
+        "runs/b: not finished and not running: --array=1 (some may be queued)",
     ]
