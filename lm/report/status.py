@@ -100,13 +100,13 @@ def list_remarks(statuses: list[Status]) -> list[str]:
     lines = []
     for status in statuses:
         is_point = status.index is not None
-        name = f"{_sweep_name(status)} {status.index:03d}" if is_point else status.run_dir
+        name = f"{_sweep_folder(status)} {status.index:03d}" if is_point else status.run_dir
         if status.text:
             lines.append(f"{name} {status.state}: {status.text}")
-    unfinished: dict[str, list[int]] = {}  # name of a sweep → indices of points
+    unfinished: dict[str, list[int]] = {}  # folder of a sweep → indices of points
     for status in statuses:
         if status.is_unfinished and status.index is not None:
-            unfinished.setdefault(_sweep_name(status), []).append(status.index)
+            unfinished.setdefault(_sweep_folder(status), []).append(status.index)
     if any(status.num_iters and any(find_other_solutions(status.num_iters)) for status in statuses):
         lines.append(OTHER_SOLUTION_NOTE)
     for sweep, points in unfinished.items():
@@ -115,7 +115,7 @@ def list_remarks(statuses: list[Status]) -> list[str]:
     return lines
 
 
-def _sweep_name(status: Status) -> str:
+def _sweep_folder(status: Status) -> str:
     """Return the folder of the sweep that a run belongs to."""
     return str(Path(status.run_dir).parent)
 
@@ -139,7 +139,7 @@ def format_results(statuses: list[Status]) -> str:
     for status in statuses:
         if status.index is not None:
             is_done = status.state == "done"
-            names = {"sweep": _sweep_name(status), "point": status.label or "all seeds"}
+            names = {"sweep": _sweep_folder(status), "point": status.label or "all seeds"}
             rows.append({**names, "done": is_done, **(read_results(status) if is_done else {})})
     frame = pd.DataFrame(rows).astype(dict.fromkeys(RESULT_COLUMNS, float))
     points = frame.groupby(["sweep", "point"], sort=False)  # the runs of a point differ in the seed
