@@ -160,7 +160,7 @@ def test_array_status_is_correct_at_every_stage(slurm, tmp_path):
     points = read_status(config, *overrides)
     assert [p["state"] for p in points][:2] == ["done", "done"]
     assert [p["step"] for p in points[:2]] == [300, 300]
-    assert points[2]["state"] == "failed"
+    assert points[2]["state"] == "diverged"
 
 
 def test_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):

@@ -81,7 +81,6 @@ def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int
     """
     from lm.common.console import say
     from lm.common.errors import DIVERGED
-    from lm.common.files import read_mapping
     from lm.common.signals import StopSignals
     from lm.runs.run_dir import RunDir
     from lm.runs.status import sweep_status
@@ -92,8 +91,7 @@ def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int
             # Read the state again before each point: another process may be training the sweep.
             point = sweep_status(path, overrides)[i]
             run = RunDir(point.run_dir)
-            has_diverged = (read_mapping(run.failure) or {}).get("exit_code") == DIVERGED
-            is_over = point.state == "done" or (has_diverged and point.is_unfinished)
+            is_over = point.state in ("done", "diverged")
             changes, has_other_steps = _find_changes(run, cfg) if is_over else ("", False)
             if changes:
                 has_failure = True

@@ -1,4 +1,4 @@
-"""State of a run, or of each point of a sweep: done, running, stopped, failed or missing.
+"""State of a run, or of each point of a sweep, such as "running" (STATES).
 
 ℓ* of a layer is the number of iterations that the paper's procedure would need on its input. A
 probe is a forward pass that counts these iterations (`lm.runs.metrics.probe`).
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import TypeGuard
 
 from lm.common.console import format_duration
-from lm.common.errors import PREEMPTED, ConfigError
+from lm.common.errors import DIVERGED, PREEMPTED, ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
 from lm.runs.lease import MAX_TOUCH_AGE_S, describe_holder, file_system_time, is_held
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
 
-STATES = ("done", "running", "stopped", "failed", "missing")
+STATES = ("done", "running", "stopped", "failed", "diverged", "missing")
+STATES_BY_EXIT_CODE = {PREEMPTED: "stopped", DIVERGED: "diverged"}  # other codes: "failed"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Status:
 
     @property
     def is_unfinished(self) -> bool:
-        """True if the run is neither done nor running."""
+        """True if training the run again with the same settings would continue it."""
         return self.state in ("stopped", "failed", "missing")
 
     def to_dict(self) -> dict:
@@ -178,8 +179,9 @@ def determine_state(run: RunDir, steps: int | None, now: float) -> tuple[str, st
             return "done", describe_result(result)
     if failure is not None:
         sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
-        state = "stopped" if failure.get("exit_code") == PREEMPTED else "failed"
-        return state, str(sentence)
+        exit_code = failure.get("exit_code")
+        known_code = exit_code if isinstance(exit_code, int) else None  # the file may be damaged
+        return STATES_BY_EXIT_CODE.get(known_code, "failed"), str(sentence)
     if lease is not None:
         holder = describe_holder(lease)
         return "stopped", f"killed: {holder} does not respond; continue with resume=auto"

@@ -77,7 +77,7 @@ def test_sweep_continues_after_a_failed_point(path, monkeypatch, capsys):
     expected = ["resume=auto", "train.steps=4"]
     assert options == [["--job-index", i, *expected] for i in ("2", "3")]
     output = capsys.readouterr().out
-    for text in ("s/000-fp-seed=0: done", "s/001-fp-seed=1: failed", "exit status"):
+    for text in ("s/000-fp-seed=0: done", "s/001-fp-seed=1: diverged", "exit status"):
         assert text in output
 
 

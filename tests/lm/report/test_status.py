@@ -111,8 +111,9 @@ def test_control_characters_in_names_are_escaped(tmp_path, capsys, monkeypatch):
         ({"result.json": "{"}, "failed", "result.json is damaged"),
         ({"result.json": {"updates": 8, "validation": 7}}, "failed", "result.json is damaged"),
         ({"result.json": RESULT | {"updates": "8"}}, "failed", "result.json is damaged"),
-        ({"failure.json": {"sentence": "the loss is nan", "exit_code": 76}}, "failed", "is nan"),
+        ({"failure.json": {"sentence": "the loss is nan", "exit_code": 76}}, "diverged", "is nan"),
         ({"failure.json": {"sentence": "by a signal", "exit_code": 75}}, "stopped", "by a signal"),
+        ({"failure.json": {"sentence": "no disk", "exit_code": [1]}}, "failed", "no disk"),
         ({"failure.json": ""}, "failed", "damaged"),
     ],
 )

@@ -86,32 +86,32 @@ def test_sweep_status_shows_every_state(sweep, capsys, monkeypatch):
     )
     failure = {"sentence": "stopped at update 3: the loss is nan", "exit_code": 76, "step": 3}
     sweep.write(2, failure_json=failure | {"when": time.time()})
-    done, running, failed, absent = points = sweep.points()
-    assert [point.state for point in points] == ["done", "running", "failed", "missing"]
+    done, running, diverged, absent = points = sweep.points()
+    assert [point.state for point in points] == ["done", "running", "diverged", "missing"]
     assert done.text == "8 updates, trained 67 min"
     bits = {"validation": RESULT["validation"] | {"bits_per_byte": 1.25}}
     sweep.write(0, result_json=RESULT | bits)
     assert (done.step, done.steps, done.num_iters["mean"]) == (8, 8, [3.25, 7.5])
     assert (running.step, running.steps, running.num_iters["mean"]) == (5, 8, [3.25, 7.5])
     assert running.idle_s > 3000 and "process 4711 on n7, Slurm job 12_3" in running.text
-    assert failed.text == "stopped at update 3: the loss is nan"
+    assert diverged.text == "stopped at update 3: the loss is nan"
     assert (absent.step, absent.steps, absent.idle_s, absent.text) == (None, None, None, "")
 
     monkeypatch.setattr(say.console, "width", 160)
     assert main(["status", str(sweep.config)]) == 0
     shown = capsys.readouterr().out
     for words in (
-        "1 done, 1 running, 1 failed, 1 missing",
+        "1 done, 1 running, 1 diverged, 1 missing",
         "3.2 7.5",
         "5 / 8",
         "60 min ago",
-        "002 failed: stopped at update 3: the loss is nan",
-        "--array=2-3",
+        "002 diverged: stopped at update 3: the loss is nan",
+        "--array=3 (some",
     ):
         assert words in shown
     assert main(["status", str(sweep.config), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
-    assert [p["state"] for p in read] == ["done", "running", "failed", "missing"]
+    assert [p["state"] for p in read] == ["done", "running", "diverged", "missing"]
     assert read[0]["reached"]["validation"] == 1.25 and read[1]["reached"] is None
     assert read[1]["run_dir"] == str(sweep.folders[1])
 
