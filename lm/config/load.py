@@ -143,6 +143,7 @@ def load(
         ConfigError: If the file, a key, a value or the index is invalid.
     """
     tree = load_tree(path)
+    _refuse_other_schema(tree, str(path), schema)
     if job_index is None:
         set_overrides(tree, overrides, schema)
         return build(tree, str(path), schema)
@@ -222,6 +223,22 @@ def refuse_sweep(cfg: Run, origin: str | Path) -> None:
         )
 
 
+def _refuse_other_schema(tree: dict, origin: str, schema: type[Run]) -> None:
+    """Raise ConfigError if a synthetic task is read as a language model, or the reverse."""
+    if schema is Config and "task" in tree:
+        raise ConfigError(
+            f"{origin} configures a task of the validation suite, because it has a `task:` section:"
+            f" train it with `fprnn synthetic train --config {origin}`, or all points of a sweep"
+            f" with `fprnn synthetic report NAME --config {origin} --run`"
+        )
+    if schema is not Config and "data" in tree:
+        raise ConfigError(
+            f"{origin} configures a language model, because it has a `data:` section: train it with"
+            f" `fprnn train --config {origin}`, or all points of a sweep with `fprnn sweep {origin}"
+            " --run`"
+        )
+
+
 def sweep_points(
     tree: dict, origin: str = "config", schema: type[Run] = Config
 ) -> list[dict[str, Any]]:
@@ -243,11 +260,7 @@ def sweep_points(
     sweep = tree.get("sweep") or {}
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{origin} has no `sweep:` section (a mapping of dotted key to list)")
-    if schema is Config and "task" in tree:
-        raise ConfigError(
-            f"{origin} is a sweep of the validation suite, because it has a `task:` section: `fprnn"
-            f" synthetic report NAME --config {origin} --run` trains and draws its points"
-        )
+    _refuse_other_schema(tree, origin, schema)
     values_by_key = {
         str(key): _read_sweep_values(str(key), values, origin, schema)
         for key, values in sweep.items()

@@ -72,6 +72,13 @@ def test_invalid_values_are_refused(capsys, tmp_path, override, message):
     assert not (tmp_path / "runs").exists()
 
 
+def test_language_model_is_refused_with_its_command(capsys):
+    path = str(ROOT / "configs/lm/demo.yaml")
+    assert f"train it with `fprnn train --config {path}`" in refused(
+        capsys, "train", "--config", path
+    )
+
+
 # Sizes of models, and sweeps.
 
 

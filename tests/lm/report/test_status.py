@@ -224,9 +224,10 @@ def test_run_directory_may_have_the_name_of_a_section(tmp_path, monkeypatch, cap
     assert "data" in capsys.readouterr().out
 
 
-def test_sweep_of_the_suite_is_refused_with_its_command(capsys):
+@pytest.mark.parametrize("command", [["status"], ["plan"], ["train", "--config"], ["sweep"]])
+def test_sweep_of_the_suite_is_refused_with_its_command(capsys, command):
     path = ROOT / "configs/synthetic/small/fig1.yaml"
-    assert main(["status", str(path)]) == BAD_CONFIG
+    assert main([*command, str(path)]) == BAD_CONFIG
     assert f"fprnn synthetic report NAME --config {path}" in " ".join(
         capsys.readouterr().err.split()
     )
