@@ -14,9 +14,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         description="Show the progress of runs from the files in their directories: state (done,"
         " running, stopped, failed, diverged or missing), updates, loss and validation loss in nats"
         " per token, tokens/s, ℓ*, time left, age of the last record, and why a run ended. For a"
-        " sweep, also show the results of its finished points, with mean and standard deviation over"
-        " seeds. Repeat overrides of `name` and `out_dir` with which the sweep was trained: they"
-        " determine the run directories.",
+        " sweep, also show the results of its finished points, with mean and standard deviation"
+        " over seeds. Repeat overrides of `name` and `out_dir` with which the sweep was trained:"
+        " they determine the run directories.",
     )
     command.add_argument(
         "place",
