@@ -386,15 +386,16 @@ class Training(Loop):
                 saved = find_newest_state(self.run, self.device, say)
         if saved is None:
             return False
+        seconds = self.seconds  # not the checkpoint's: `fit_start` counts the time of this process
         self.load_state_dict(saved)
-        self.batch_number = next_batch
+        self.seconds, self.batch_number = seconds, next_batch
         self.state = None  # the next batch continues other sequences than the checkpoint's state
         self.batches = self._batches()
         self._start_window()
         return True
 
     def _log_if_due(self) -> None:
-        """Every `log.every` updates and after the last, write a record of the current window."""
+        """Write a record of the current window, every `log.every` updates and after `train.steps`."""
         steps = self.cfg.train.steps
         if self.step % self.cfg.log.every and self.step != steps:
             self.progress.update(self.step, steps)
@@ -556,9 +557,12 @@ class Training(Loop):
         }
         write_json(self.run.result, result)
         if self.centroids is not None and self.centroids.are_missing:
-            reason = (
-                "every search failed" if self.next_search else f"its score was below {MIN_SCORE}"
-            )
+            if not self._is_curriculum_over:
+                reason = "its curriculum has not ended"
+            elif self.next_search:
+                reason = "every search failed"
+            else:
+                reason = f"its score was below {MIN_SCORE}"
             say(f"note: the model has none of its centroids: {reason}")
         if note := describe_unfinished_curriculum(result, cfg):
             say(f"note: {note}")

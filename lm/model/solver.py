@@ -371,6 +371,7 @@ def _solve_window(evaluate, window, rule):
         (is_done,) = _read_iteration_flags(value.residual.amax(1), iterations, is_frozen.all())
         if iterations >= rule.max_iters or is_done:
             status = torch.where(is_frozen, value.status, value.status | FAILED)
+            status = window.seqs.zero_status(status)
             return y, value._replace(status=status), iterations
         next_y = value.f_y if rule.stepsize == 1 else torch.lerp(y, value.f_y, rule.stepsize)
         y = torch.where(is_frozen.unsqueeze(-1), y, next_y)

@@ -294,6 +294,10 @@ class Sequences(NamedTuple):
         """Return x (b,l,·) with zeros at padding."""
         return x if self.mask is None else x * self.mask.unsqueeze(-1)
 
+    def zero_status(self, status: torch.Tensor) -> torch.Tensor:
+        """Return the status of each token (b,l) with zeros at padding."""
+        return status if self.mask is None else status * self.mask
+
 
 def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
     """Return sh(y) (b,l,d): the y of the token before each token.

@@ -314,7 +314,7 @@ class ExactSequential(Solver):
         if follows_padding is not None:  # on a GPU: reading the mask would make the host wait
             status = torch.where(follows_padding, status | FAILED, status)
         y = inputs.seqs.zero_padding(y)
-        status = zero_status_at_padding(status, inputs)
+        status = inputs.seqs.zero_status(status)
         residual = torch.zeros_like(y[..., 0])
         return Solution(y, make_stats(residual, status, evaluations=1.0), y, h)
 
@@ -342,7 +342,7 @@ class ExactSequential(Solver):
             y, mixed, status = solve_equations(block, inputs, rows, terms)
             # 4. Write x̃ into the state.
             _, h = block.run_recurrence(inputs, params, mixed)
-        return inputs.seqs.zero_padding(y), h, zero_status_at_padding(status, inputs)
+        return inputs.seqs.zero_padding(y), h, inputs.seqs.zero_status(status)
 
     def _loop_with_hooks(self, inputs):
         """Run the loop; its backward writes `FixedPointStats.adjoint_norm`.
@@ -423,7 +423,7 @@ class ExactWindows(Solver):
             terms = equation.add_history(inputs.x, o - gain * x, gain)
             # 3. Solve all equations.
             F_y, _, status = solve_equations(block, inputs, rows, terms)
-        return inputs.seqs.zero_padding(F_y), h, zero_status_at_padding(status, inputs)
+        return inputs.seqs.zero_padding(F_y), h, inputs.seqs.zero_status(status)
 
     def _differentiable_map(self, inputs, y_star):
         if self.settings.gradient != "exact":
@@ -489,8 +489,3 @@ def solve_equations(
     if low_rank is not None:
         return solve_low_rank(terms, low_rank)
     return solve_by_iterating(FullRank(terms, mixer_rows, block.mixer, inputs.mixer))
-
-
-def zero_status_at_padding(status: torch.Tensor, inputs: SolveInputs) -> torch.Tensor:
-    """Zero the status (b,l) at padding tokens."""
-    return status if inputs.seqs.mask is None else status * inputs.seqs.mask

@@ -50,7 +50,7 @@ class Loop(ABC):
         """Make one update, and count it in `step`.
 
         Raises:
-            Diverged: If the loss or gradient is NaN or infinite. No weight has changed.
+            Diverged: If the loss or gradient is NaN or infinite. Weights may be NaN then.
         """
 
     @abstractmethod

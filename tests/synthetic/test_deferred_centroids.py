@@ -144,6 +144,11 @@ def test_centroids_wait_until_the_model_is_right(make_cfg, three_states, monkeyp
     assert not centroid_names(load_run(cfg.run_dir).model.state_dict())
 
 
+def test_note_names_an_unfinished_curriculum(make_cfg, three_states, capsys):
+    train(make_cfg("train.curriculum.start=2", "train.steps=2"))
+    assert "none of its centroids: its curriculum has not ended" in capsys.readouterr().out
+
+
 def test_a_search_without_success_is_repeated_after_a_tenth_more_updates(make_cfg, monkeypatch):
     training, searches = Training(make_cfg()), []
     training.fit_start = 0.0  # `fit` sets it

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lm.common.errors import BAD_CONFIG, ConfigError
+from lm.common.errors import BAD_CONFIG, ConfigError, Diverged
 from lm.runs.checkpoint import CheckpointError, find_newest_checkpoint
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
@@ -51,6 +52,26 @@ def test_run_writes_metrics_and_result(make_cfg):
     assert all(len(r["num_iters"]["mean"]) == len(r["failed"]) == 1 for r in saved["eval"])
     assert all(r["probed"] == 8 and r["stderr"]["num_iters"] >= 0 for r in saved["eval"])
     assert saved["updates"] == 12 and saved["chance"] == pytest.approx(1 / 3)
+
+
+def test_rollback_counts_the_time_of_every_update_once(make_cfg, monkeypatch):
+    """Each update takes a second. Update 6 diverges once, so updates 5 and 6 are made again."""
+    clock, failures = [0.0], [6]
+    real_update = Training.update
+
+    def update(self):
+        clock[0] += 1.0
+        if self.step + 1 in failures:
+            failures.clear()
+            raise Diverged("the loss is nan")
+        real_update(self)
+
+    monkeypatch.setattr(Training, "update", update)
+    monkeypatch.setattr("synthetic.train.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    c = make_cfg()
+    assert train(c)["training_seconds"] == 14.0
+    seconds = [r["seconds"] for r in read_metrics(c.run_dir) if "loss" in r]
+    assert seconds == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14]
 
 
 @pytest.mark.parametrize("curriculum, longest", [((), 5), (("train.curriculum={start: 3}",), 3)])

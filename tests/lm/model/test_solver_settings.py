@@ -190,6 +190,15 @@ def test_iteration_count_does_not_depend_on_the_solver(schedule):
 
 
 @torch.no_grad()
+def test_unconverged_padding_does_not_count_as_failed():
+    """Limited to two evaluations, every real token fails: the share is 1, not more."""
+    lm = model(token="iterate", stopping="causal", schedule="window:8", eval_max_iters=2).eval()
+    mask = torch.ones_like(IDS)
+    mask[:, 10:] = 0
+    assert torch.equal(lm(IDS, attention_mask=mask).fixed_point.failed, torch.ones(2, 2))
+
+
+@torch.no_grad()
 def test_counts_of_padded_tokens_keep_their_positions():
     lm = model(n_layer=1, contractive=0.5).double().eval()
     mask = torch.ones_like(IDS)
