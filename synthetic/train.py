@@ -395,7 +395,7 @@ class Training(Loop):
         return True
 
     def _log_if_due(self) -> None:
-        """Write a record of the current window, every `log.every` updates and after `train.steps`."""
+        """Write a record of the window every `log.every` updates, and after `train.steps`."""
         steps = self.cfg.train.steps
         if self.step % self.cfg.log.every and self.step != steps:
             self.progress.update(self.step, steps)
