@@ -112,7 +112,7 @@ class Train(Section):
     )
     # ℓmax = ⌈Γ(shape, 1)⌉, drawn again for each update (Fig. 6)
     gamma_shape: Annotated[float, NOTED_ON_RESUME] = Field(4.0, gt=0)
-    # Scale κ of the noise of a second pass in every update (lm.model.state.Adversary). With a
+    # Scale ν of the noise of a second pass in every update (lm.model.state.Adversary). With a
     # curriculum, the second pass starts after its end. 0: no second pass.
     adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end training when the headline metric reaches this

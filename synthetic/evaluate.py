@@ -27,8 +27,9 @@ from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, judge_thresholds
 from synthetic.tasks import Batch, Task, TaskError, splits
 
-# A probe measures ℓ*, the iterations to the fixed point. It costs ℓ* solves, and in state tracking
-# ℓ* grows with the length. Therefore it reads at most this many sequences and tokens of a length.
+# A probe measures ℓ*, the iterations to the fixed point. It costs ℓ* evaluations of f per layer,
+# and in state tracking ℓ* grows with the length. Therefore it reads at most this many sequences and
+# tokens of a length.
 MAX_PROBED_SEQUENCES = 32
 MAX_PROBED_TOKENS = 2048
 

@@ -154,8 +154,8 @@ class Training(Loop):
         self.centroids = DeferredCentroids(self.model) if cfg.defers_centroids else None
         if self.centroids is not None and self.centroids.are_missing:
             check_task(cfg, task)
-        kappa = cfg.train.adversarial_noise
-        self.adversary = Adversary(self.model, kappa) if kappa else None
+        noise_size = cfg.train.adversarial_noise
+        self.adversary = Adversary(self.model, noise_size) if noise_size else None
 
     def start(self, run: RunDir) -> None:
         """Print the configuration, load a checkpoint or the initial weights, and open the log.
@@ -177,7 +177,7 @@ class Training(Loop):
         elif self.initial_weights is not None:
             self._apply_initial_weights(self.initial_weights)
         self.initial_weights = None  # free their memory
-        if not self.is_last:
+        if not self.is_finished:
             run.result.unlink(missing_ok=True)  # a result of fewer updates is outdated
         run.save_config(self.cfg)
         self.writer = MetricsWriter(self.cfg, run, resumed_at=self.step)
@@ -273,9 +273,9 @@ class Training(Loop):
         self.seconds = self._training_seconds()
 
     @property
-    def is_last(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no update remains, because all are made or the task is solved."""
-        return super().is_last or self.solved_at is not None
+        return super().is_finished or self.solved_at is not None
 
     def _training_seconds(self) -> float:
         """Return the seconds of training in all processes of the run, including this one."""

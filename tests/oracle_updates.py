@@ -130,7 +130,7 @@ def gradients(engine):
     for flat, fragments in engine._optimizer_fragments():
         moment = engine.base_optimizer.state[flat]["exp_avg"].view(-1)
         for fragment in fragments:
-            yield fragment.name, moment[fragment.flat], fragment.flattened
+            yield fragment.name, moment[fragment.optimizer_slice], fragment.parameter_slice
 
 
 CASES = {

@@ -2,8 +2,8 @@
 
 A mixer of full rank can make a layer chaotic: rounding errors grow from token to token, until one
 forward pass over a text and token-by-token decoding of the same text give unrelated logits
-(docs/model.md, "Where a token has several solutions"). Teacher-forced scores of such a model do not
-describe the text that it generates. Mixers of low rank have not shown this and are not checked.
+(docs/proofs.md, "Where a token has several solutions"). Teacher-forced scores of such a model do
+not describe the text that it generates. Mixers of low rank have not shown this and are not checked.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ Q x) and m_j = gate ⊙ gain ⊙ (Tᵀ U)_j. These are r equations in r unknowns
 
     s = φ(s) = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ.
 
-`_solve_normalized` computes α, Β, γ₀, γ₁, Γ₂ and δ. There may be several solutions. The search
-returns the solution that damped fixed-point iteration from s = 0 ("Picard") converges to, as in the
-paper, and Newton's method refines it. For mixers of full rank, full_rank.py iterates y itself with
-Q_t held fixed.
+`_solve_normalized` computes α, Β, γ₀, γ₁, Γ₂ and δ. There may be several solutions. The layer uses
+the solution that the paper's damped fixed-point iteration from s = 0 ("Picard") reaches. With one
+unknown, Newton's method finds a root first, and Picard runs only if no proof shows that the root is
+Picard's. With two unknowns, a search over all roots follows Picard's first steps. With more, Picard
+runs and Newton steps shorten it. For mixers of full rank, full_rank.py iterates y itself with Q_t
+held fixed.
 
 Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, all batch dimensions in
 one.
@@ -40,7 +42,7 @@ MAX_PICARD_STEPS, MAX_NEWTON_STEPS = 300, 10  # of the search for s
 BISECTIONS, MIN_INVERSE_NORM = 60, 1e-18
 # Newton is tried if an iteration multiplies Picard's residual by less than MAX_PICARD_RATIO, and if
 # the distance to the root, relative to the size of φ's terms, is at most MAX_NEWTON_DISTANCE:
-# another solution cannot be that near.
+# another solution is rarely that near.
 MAX_PICARD_RATIO, MAX_NEWTON_DISTANCE = 0.99, 0.05
 
 

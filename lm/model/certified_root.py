@@ -1,8 +1,8 @@
-"""Roots of a token's equation, and the proof that damped Picard from zero converges to them.
+"""Roots of a token's equation, and the proof that damped Picard converges to no other root.
 
 The equation is s = φ(s), with as many unknowns s as the token's mixer has reflections, r = 1 or 2.
-A root is a solution. Picard iterates s ← s + stepsize · (φ(s) − s). All computation is in fp64,
-because near a fold, where two roots meet, rounding decides which root Picard reaches.
+A root is a solution. Picard iterates s ← s + stepsize · (φ(s) − s) from s = 0. All computation is
+in fp64, because near a fold, where two roots meet, rounding decides which root Picard reaches.
 
 With r = 1, φ(s) = (α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s². Its slope is φ′ = (n₀ + n₁s) /
 D^(3/2) with n₀ = βγ₀ − αγ₁ and n₁ = βγ₁ − αγ₂, so φ has at most one extremum. Newton finds a root;
@@ -76,8 +76,8 @@ def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]
         coefficients: The `cell.Coefficients` of n tokens with r = 1.
 
     Returns:
-        The roots (n,1) in the dtype of the coefficients, and whether (n,) it is proven that damped
-        Picard from zero converges to the root. Tokens without a proof have the root zero.
+        The roots (n,1) in the dtype of the coefficients, and a bool (n,): True if it is proven that
+        damped Picard from zero can converge to no other root. Other tokens have the root zero.
     """
     dtype = coefficients.alpha.dtype
     fields = [t.double().flatten() for t in coefficients[:-1]]
@@ -141,7 +141,7 @@ def _newton(e, s, is_searched, eps):
 
 
 def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """Return whether damped Picard from zero converges to a root with any step sizes in (0, 1].
+    """Return whether damped Picard from zero can converge only to this root, for steps in (0, 1].
 
     phi_0: φ(0), (n,). root: A root of each equation, (n,).
     """
@@ -367,9 +367,10 @@ def find_certified_pairs(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor,
         coefficients: The `cell.Coefficients` of n tokens with r = 2.
 
     Returns:
-        The root (n,2) in the dtype of the coefficients, whether (n,) it attracts Picard, and
-        whether (n,) both are proven. If a proven root does not attract, no root does, and Picard
-        does not converge. Tokens without a proof have the root zero.
+        The root (n,2) in the dtype of the coefficients; a bool (n,), True if the root attracts
+        Picard; and a bool (n,), True if the root and its attraction are proven. If a proven root
+        does not attract, no root does, and Picard does not converge. Tokens without a proof have
+        the root zero.
     """
     dtype = coefficients.alpha.dtype
     fields = [t.double() for t in coefficients[:-1]]

@@ -53,7 +53,7 @@ def resolve_mixer_bounds(
 
 # `mixer_gate_init_bias: auto` of the mixers of full rank. Their gates start almost closed, so Q is
 # near the identity: with open gates an untrained layer amplifies rounding errors from token to
-# token (docs/model.md, "Where a token has several solutions").
+# token (docs/proofs.md, "Where a token has several solutions").
 CLOSED_GATE_BIASES = {"kronecker": -3.0, "monarch": -3.0, "mixture": -3.0}
 
 

@@ -101,8 +101,8 @@ class FixedPointBlock(nn.Module):
             u: Input, (b,l,d_model).
             seqs: Padding, documents, state and solver options of the batch.
             checkpoint: Function like torch.utils.checkpoint.checkpoint. The backward then repeats
-                everything that the gradient goes through, but never an iteration. None: the
-                forward stores all activations.
+                the forward, but not the solve, unless the gradient goes through the solve
+                (`ExactSequential`). None: the forward stores all activations.
             count_iterations: Whether to measure ℓ*, the iterations of the paper's procedure
                 (solver.measure_num_iters).
 

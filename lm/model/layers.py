@@ -286,13 +286,13 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Centroids(nn.Module):
-    """Learned vectors c_i. A layer reads r(y), a weighted mean of the c_i, instead of its state y.
+    """Learned vectors e_i. A layer reads r(y), a weighted mean of the e_i, instead of its state y.
 
-        r(y) = Σ_i α_i c_i,    α = softmax(K y + b),
+        r(y) = Σ_i π_i e_i,    π = softmax(K y + b),
 
     and r(0) = 0, because only the state before the first token of a document is zero. A linear
-    classifier with learned weights K and biases b decides which c_i a state belongs to. A state
-    that has drifted from c_i is replaced by c_i, so small errors do not add up. There are k
+    classifier with learned weights K and biases b decides which e_i a state belongs to. A state
+    that has drifted from e_i is replaced by e_i, so small errors do not add up. There are k
     vectors. In fixed-point blocks y is sh(y), and projections read r(y). In an sLSTM y is the
     previous output, and the gates read r(y). In other layers y is the state after the previous
     token, and the recurrence continues from r(y).
@@ -302,7 +302,7 @@ class Centroids(nn.Module):
 
     def __init__(self, k: int, d: int) -> None:
         super().__init__()
-        self.vectors = nn.Parameter(torch.empty(k, d))  # c
+        self.vectors = nn.Parameter(torch.empty(k, d))  # e
         self.keys = nn.Parameter(torch.empty(k, d))  # K
         self.key_bias = nn.Parameter(torch.empty(k))  # b
 

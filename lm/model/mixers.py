@@ -70,7 +70,7 @@ def largest_eigenvalue(S: torch.Tensor, steps: int) -> torch.Tensor:
     goes through the iteration.
 
     Args:
-        S: Symmetric matrices, (…,m,m).
+        S: Matrices with real eigenvalues of at least 0, (…,m,m).
         steps: Number of iterations.
 
     Returns:
@@ -90,7 +90,7 @@ def largest_stretch(S: torch.Tensor, steps: int, eps: float) -> torch.Tensor:
     its norm + eps. The estimate is the last norm ‖S x‖; the gradient goes through the iteration.
 
     Args:
-        S: Symmetric matrices, (…,m,m).
+        S: Matrices with real eigenvalues of at least 0, (…,m,m).
         steps: Number of iterations.
         eps: Added to the norms.
 

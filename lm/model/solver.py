@@ -9,8 +9,9 @@ a batch at once, until the batch has converged (App. B.4). No gradient flows thr
 `implicit_gradient` (of f) and `adjoint_gradient` (of F) attach the gradient of the solution, which
 they compute by an iteration in the backward.
 
-NaN and infinity are never returned, because they would become a loss of NaN or a token sampled from
-NaN. The error names the place, the cause and a cure.
+`solve_paper` and `solve_windows` raise an error at NaN or infinity. `solve_sequential` can return
+them; the model then raises the error, after the layer. The error names the place, the cause and a
+cure.
 
 Shape suffixes: b batch, l length, d channels; w tokens of a window.
 """
@@ -110,7 +111,7 @@ class FixedPointStats(NamedTuple):
 
     evaluations: torch.Tensor  # evaluations of f or F per token
     failed: torch.Tensor  # share of tokens that are not solved to the tolerance
-    bisected: torch.Tensor  # share whose iteration does not converge, solved by bisection
+    bisected: torch.Tensor  # share whose iteration does not converge, solved by another method
     grad_limited: torch.Tensor  # share whose gradient may be shortened (cell.MAX_GAIN)
     residual: torch.Tensor  # relative residual of the returned solution
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
@@ -132,7 +133,7 @@ SHARES = ("failed", "bisected", "grad_limited")  # statistics that are shares of
 
 # The status of a token is a sum of these flags; 0 means solved.
 FAILED = 1  # no solution was found, or iterations ended before this token had converged
-BISECTED = 2  # the iteration does not converge; bisection found a solution (cell.py)
+BISECTED = 2  # Picard does not converge; bisection or `find_certified_pairs` gave the solution
 GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MAX_GAIN, so the gradient may be shortened
 
 
@@ -218,7 +219,7 @@ def solve_paper(
 ) -> Solution:
     """Solve y = f(y) as the paper does (App. B.4): all tokens at once, one stopping rule per batch.
 
-    The number of iterations depends on the whole batch and on later tokens (docs/fixed-point.md).
+    The number of iterations depends on the whole batch and on later tokens (docs/model.md).
 
     Args:
         f: Map from y (b,l,d) to f(y) (b,l,d).
@@ -489,8 +490,8 @@ def adjoint_gradient(
 
     Args:
         F: Map (b,l,d) → (b,l,d).
-        F_detached: The same map with detached inputs and parameters: it has a graph to y only. The
-            backward computes it, under the autocast mode of the forward.
+        F_detached: The same map with detached inputs. Only its gradient with respect to y is used.
+            The backward computes it, under the autocast mode of the forward.
         y_star: The solution, (b,l,d), detached.
         adjoint_norm: Tensor (b,) that the backward writes max ‖g_t‖ / max ‖v_t‖ into, or None.
         tol: Change of a sequence, relative to its largest entry, below which the sum ends.

@@ -37,10 +37,10 @@ BASELINES = {
 CENTROID_SHARPNESS = 16  # initial keys of centroids: vectors · CENTROID_SHARPNESS / d
 
 
-class SolvesOnceLayer(GradientCheckpointingLayer):
+class SelfCheckpointingLayer(GradientCheckpointingLayer):
     """A layer that passes only a part of its work to `_gradient_checkpointing_func`.
 
-    The base class would checkpoint all of `forward`, so that the backward would solve again.
+    The base class would checkpoint all of `forward`, so that the backward would repeat iterations.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class SolvesOnceLayer(GradientCheckpointingLayer):
         super(GradientCheckpointingLayer, cls).__init_subclass__(**kwargs)
 
 
-class FPRNNLayer(SolvesOnceLayer):
+class FPRNNLayer(SelfCheckpointingLayer):
     """One layer: residual += hidden; hidden = block(norm(residual)); the residual is fp32."""
 
     def __init__(self, config: Any, layer: Any) -> None:

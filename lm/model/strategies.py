@@ -44,9 +44,9 @@ from .solver import (
 )
 from .state import Sequences, map_tensors, shift
 
-# Upper limits of the tolerance. EVAL_TOL is for the evaluation of `token: exact`, by the dtype of
-# the matrix products. TRAIN_TOL is for its training, and for evaluation with bf16 products or with
-# `token: iterate`.
+# Upper limits of the tolerance with `stopping: causal`. TRAIN_TOL is for training. In evaluation
+# with `eval_tol: auto`, EVAL_TOL is for `token: exact`, by the dtype of the matrix products, and
+# TRAIN_TOL for products in bf16 and for `token: iterate`.
 TRAIN_TOL = 0.01
 EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
 
@@ -351,7 +351,7 @@ class ExactSequential(Solver):
         divided by the largest norm of a token in the gradient from above, per sequence.
         """
         adjoint_norm = inputs.seqs.adjoint_norm  # (b,) or None
-        incoming_norms = []  # (b,) of each backward; the last is of the backward that runs
+        incoming_norms = []  # one tensor (b,) per backward pass; `record_adjoint` reads the newest
 
         def start_backward(v):  # v: gradient of y from above, (b,l,d)
             v = inputs.seqs.zero_padding(v)
@@ -414,13 +414,13 @@ class ExactWindows(Solver):
         """
         block = self.block
         # 1. Run the recurrence at y: its output o (b,l,d).
-        x, params, rows = block.mix_channels(inputs, y)
-        with torch.autocast(x.device.type, enabled=False):
-            o, h = block.run_recurrence(inputs, params, x)
-            # 2. The history is o without gain ⊙ x, the part of the token's own mixed input.
+        mixed, params, rows = block.mix_channels(inputs, y)
+        with torch.autocast(mixed.device.type, enabled=False):
+            o, h = block.run_recurrence(inputs, params, mixed)
+            # 2. The history is o without gain ⊙ mixed, the part of the token's own mixed input.
             equation = block.token_equation(inputs, params)
-            gain = equation.recurrence_gain(x.shape[-1])
-            terms = equation.add_history(inputs.x, o - gain * x, gain)
+            gain = equation.recurrence_gain(mixed.shape[-1])
+            terms = equation.add_history(inputs.x, o - gain * mixed, gain)
             # 3. Solve all equations.
             F_y, _, status = solve_equations(block, inputs, rows, terms)
         return inputs.seqs.zero_padding(F_y), h, inputs.seqs.zero_status(status)

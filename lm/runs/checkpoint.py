@@ -405,20 +405,21 @@ def resume_checkpoint(
 
 
 def rollback_checkpoint(
-    folder: Path, failed_step: int | None, say: Callable[[str], None] = print
+    folder: Path, rollback_step: int | None, say: Callable[[str], None] = print
 ) -> tuple[Path, dict] | None:
     """Return (folder, manifest) of the checkpoint to roll back to, or None if none is complete.
 
-    This is the newest checkpoint, or the next older one if the last rollback did not help. Then the
-    newer checkpoints are deleted.
+    This is the newest checkpoint. If the last rollback did not help, it is the next older one, and
+    the newer ones are deleted.
 
     Args:
         folder: Folder of the run's checkpoints.
-        failed_step: Step of the last rollback, if nothing has been saved after it; otherwise None.
+        rollback_step: Step of the checkpoint that the last rollback restored, if nothing has been
+            saved since; otherwise None.
         say: Prints the checkpoints that are skipped.
     """
-    if failed_step is not None:
-        older = resume_checkpoint("auto", folder, say, before=failed_step)
+    if rollback_step is not None:
+        older = resume_checkpoint("auto", folder, say, before=rollback_step)
         if older is not None:
             delete_later_checkpoints(folder, older[1]["step"])
             return older

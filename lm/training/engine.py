@@ -38,10 +38,10 @@ class Update(NamedTuple):
     """Result of an update.
 
     Attributes:
-        loss: Mean over all ranks and micro-batches.
+        loss: Mean over all ranks and micro-batches, of the pass without adversarial noise.
         grad_norm: Norm of the gradient before clipping.
-        reports: FixedPointReport of each micro-batch of this rank; empty for a model without
-            fixed-point layers.
+        reports: FixedPointReport of each micro-batch of this rank, of the same pass; empty for a
+            model without fixed-point layers.
         is_stop_requested: True if a rank has received a stop signal.
     """
 
@@ -56,13 +56,13 @@ class Fragment(NamedTuple):
 
     Attributes:
         name: Name of the parameter.
-        flat: Where the part lies in the flat tensor.
-        flattened: Where the part lies in the flattened parameter.
+        optimizer_slice: Position of the part in the flat tensor.
+        parameter_slice: Position of the part in the flattened parameter.
     """
 
     name: str
-    flat: slice
-    flattened: slice
+    optimizer_slice: slice
+    parameter_slice: slice
 
 
 def _to_slice(address) -> slice:
@@ -126,7 +126,7 @@ class Engine:
             )
         noise_size = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, noise_size) if noise_size else None
-        self._has_noise = any(layer.block.noise_width for layer in model.backbone.layers)
+        self._supports_noise = any(layer.block.noise_width for layer in model.backbone.layers)
         # One per sequence of the current micro-batch (`_make_noise_generators`).
         self._noise_generators: list[torch.Generator] | None = None
         self.times = UpdateTimes(ranks.device)
@@ -239,10 +239,10 @@ class Engine:
 
         They are seeded by (seed, update, index of the sequence in the global batch), so that a
         sequence gets the same noise on any number of ranks and in micro-batches of any size.
-        `micro_batch` is an index on this rank, `size` its number of sequences. A model without
-        layers that have state noise has no generators.
+        `micro_batch` is an index on this rank, `size` its number of sequences. A model whose layers
+        cannot have state noise has no generators.
         """
-        if not self._has_noise:
+        if not self._supports_noise:
             return None
         start = (micro_batch * self.ranks.world_size + self.ranks.rank) * size
         update = self.deepspeed.global_steps
@@ -381,9 +381,9 @@ class Engine:
             for key, tensors in moments.items():
                 state[key] = torch.zeros_like(flat)
                 for fragment in fragments:
-                    values = tensors[fragment.name].flatten()[fragment.flattened].to(flat)
+                    values = tensors[fragment.name].flatten()[fragment.parameter_slice].to(flat)
                     # A partition may be padded past the end of the tensor.
-                    state[key].view(-1)[fragment.flat][: len(values)] = values
+                    state[key].view(-1)[fragment.optimizer_slice][: len(values)] = values
             self.base_optimizer.state[flat] = state
         self.deepspeed.global_steps = updates
         self.deepspeed.micro_steps = updates * self.deepspeed_config["gradient_accumulation_steps"]

@@ -47,7 +47,7 @@ class HookedLoop(Loop):
     def _record_if_due(self) -> None:
         """Write a record every `log.every` updates and after the last."""
         steps = self.cfg.train.steps
-        if self.step % self.cfg.log.every and not self.is_last:
+        if self.step % self.cfg.log.every and not self.is_finished:
             self.progress_bar.update(self.step, steps)
             return
         record = self.recorder.make_record(self.step, self.last_update, self.lr)
@@ -60,7 +60,7 @@ class HookedLoop(Loop):
 
     def _probe_if_due(self) -> None:
         """Count ℓ* every `log.probe_every` updates, unless a validation counts it."""
-        has_validation = self._is_validation_due or self.is_last
+        has_validation = self._is_validation_due or self.is_finished
         is_probe_due = is_due(self.step, self.cfg.log.probe_every)
         if not self.recorder.has_solver or has_validation or not is_probe_due:
             return
@@ -90,7 +90,7 @@ class HookedLoop(Loop):
 
     def _validate_if_due(self) -> None:
         """Validate every `eval.every` updates, but not after the last: `Training.conclude` does."""
-        if self._is_validation_due and not self.is_last:
+        if self._is_validation_due and not self.is_finished:
             self._validate()
 
     def _validate(self) -> None:

@@ -79,7 +79,7 @@ class Loop(ABC):
         """
 
     @property
-    def is_last(self) -> bool:
+    def is_finished(self) -> bool:
         """True if all updates are made."""
         return self.step >= self.cfg.train.steps
 
@@ -93,7 +93,7 @@ class Loop(ABC):
             LeaseError: If another process has taken the run directory.
             CheckpointError, OutputError: If a file cannot be written.
         """
-        while not self.is_last:
+        while not self.is_finished:
             self.run.check_lease()
             update_number = self.step + 1
             try:
@@ -118,10 +118,10 @@ class Loop(ABC):
         Returns:
             True if a checkpoint was due.
         """
-        is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_last
+        is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_finished
         if is_due or self.is_stop_requested:
             self._save()
-        if self.is_stop_requested and not self.is_last:
+        if self.is_stop_requested and not self.is_finished:
             self.stop()
         return is_due
 

@@ -227,7 +227,7 @@ class Training(HookedLoop):
             Diverged, Stopped, LeaseError, CheckpointError, OutputError: As `train`.
         """
         steps = self.cfg.train.steps
-        if self.is_last:
+        if self.is_finished:
             say(
                 f"complete already: {self.step} of {steps} updates; --overwrite trains from scratch"
             )
@@ -319,8 +319,8 @@ class Training(HookedLoop):
         self.checkpoint = checkpoint
         self._build_model()
         self._restore(*self.checkpoint)
-        # Restore the stages of a mixture: the restored weights have not learned what ended a stage
-        # since the checkpoint, and the data that they skip must not shorten a stage.
+        # Restore the stages of a mixture as well. A stage that ended after the checkpoint continues,
+        # because the restored weights have not learned it yet. Skipped data must not shorten it.
         data_state = skip_data(self.batches.state_dict(), data_state)
         self.batches.load_state_dict(data_state)
         self.seconds = seconds
