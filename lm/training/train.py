@@ -319,7 +319,7 @@ class Training(HookedLoop):
         self.checkpoint = checkpoint
         self._build_model()
         self._restore(*self.checkpoint)
-        # Restore the stages of a mixture as well. A stage that ended after the checkpoint continues,
+        # Restore the stages of a mixture, too. A stage that ended after the checkpoint continues,
         # because the restored weights have not learned it yet. Skipped data must not shorten it.
         data_state = skip_data(self.batches.state_dict(), data_state)
         self.batches.load_state_dict(data_state)
