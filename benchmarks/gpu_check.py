@@ -39,8 +39,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from lm.common.cards import usable_cores
-
 ROOT = Path(__file__).parents[1]
 # Seconds for each part, 560 in all. A part may also use the seconds that earlier parts left over.
 TIME_LIMITS_S = {
@@ -365,7 +363,7 @@ def make_pytest_part(out: Path, quick: bool) -> Part:
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-vv", "--tb=short", "--durations=5"]
     command += ["-o", "timeout=100", "--continue-on-collection-errors", f"--junitxml={xml}"]
     if find_spec("xdist"):  # most of the time is compilation, which uses one core per process
-        command += ["-n", str(min(8, max(1, usable_cores() // 2)))]
+        command += ["-n", str(min(8, max(1, len(os.sched_getaffinity(0)) // 2)))]
     if quick:
         command += ["tests/lm/model/test_gpu.py", "-k", "later and fp_mamba1"]
     else:

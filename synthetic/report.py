@@ -24,7 +24,6 @@ from synthetic.results import build_table, format_rows
 from synthetic.runs import find_differences, is_finished, read_result, read_seed, run_all
 
 CONFIG_DIR = find_shipped("configs/synthetic")
-SCALES = ("small", "paper")
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_array_status_is_correct_at_every_stage(slurm, tmp_path):
     points = read_status(config, *overrides)
     assert [p["state"] for p in points] == ["running", "running", "missing"]
     assert all(10 <= p["step"] < p["steps"] == 300 for p in points[:2])
-    assert all(len(p["num_iters"]) == 2 and p["seen_s"] < 30 for p in points[:2])
+    assert all(len(p["num_iters"]) == 2 and p["idle_s"] < 30 for p in points[:2])
     slurm.call("scancel", "--signal=USR1", f"{job}_0")
     slurm.call("scontrol", "requeue", f"{job}_1")
     ends = [slurm.wait(f"{job}_{i}", "COMPLETED", "FAILED", "CANCELLED") for i in range(3)]

@@ -52,13 +52,6 @@ PERSISTENT_TOKEN_S, PERSISTENT_SEQUENCE_S = 7.6e-6, 0.21e-6
 CPU = "cpu"
 
 
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use (macOS: all)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def find_card(name: str) -> Card:
     """Return the card of a given name.
 
@@ -99,16 +92,16 @@ def _parse_card(text: str) -> Card:
     return Card(name, gib * GIB, peak)
 
 
-def detect_gpu_name() -> str:
-    """Return the name of this machine's GPU, or DEFAULT_CARD if it has no GPU of CARDS."""
+def find_local_card() -> Card | None:
+    """Return the card of this machine's GPU; None without a GPU, or if CARDS lacks it."""
     import torch
 
     if not torch.cuda.is_available():
-        return DEFAULT_CARD
+        return None
     device = torch.cuda.get_device_properties(0)
     name = device.name.lower().replace(" ", "")
     for card in CARDS.values():
         has_same_memory = abs(card.memory - device.total_memory) < 0.1 * card.memory
         if card.name.partition("-")[0] in name and has_same_memory:
-            return card.name
-    return DEFAULT_CARD
+            return card
+    return None

@@ -10,7 +10,7 @@ Shape suffixes: d channels (d_inner), p width of P, m width of raw.
 import copy
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -221,14 +221,6 @@ def _check_class(cls):
         )
 
 
-def describe_unknown(kind: str, name: str, choices: Iterable[str]) -> str:
-    """Return a message about an unknown name, with the most similar choice."""
-    # With difflib's default cutoff, 0.6, `dense` would not suggest `selective_dense`.
-    matches = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.4)
-    hint = f"; did you mean `{matches[0]}`?" if matches else ""
-    return f"unknown {kind} `{name}`: it must be one of {', '.join(choices)}{hint}"
-
-
 def build_named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields: Any) -> Mixer:
     """Build a registered mixer for a layer.
 
@@ -262,7 +254,10 @@ def build_named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields
 def _describe_unregistered(name):
     if ":" not in str(name):
         choices = [registered for registered in MIXERS if ":" not in registered]
-        return describe_unknown("mixer", name, choices)
+        # With difflib's default cutoff, 0.6, `dense` would not suggest `selective_dense`.
+        matches = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.4)
+        hint = f"; did you mean `{matches[0]}`?" if matches else ""
+        return f"unknown mixer `{name}`: it must be one of {', '.join(choices)}{hint}"
     return (
         f"mixer `{name}` is not registered: the configuration of a model imports no module. Import"
         f" {str(name).partition(':')[0]}, whose class is decorated with @mixer, before building the"

@@ -522,7 +522,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     """FPRNNModel with a language-model head, tied to the embedding or not."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
-    carries_state = True  # forward takes `state` and `return_state`
 
     def __init__(self, config: FPRNNConfig) -> None:
         super().__init__(config)

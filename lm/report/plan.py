@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lm.common.cards import (
+    DEFAULT_CARD,
     GIB,
     PERSISTENT_SEQUENCE_S,
     PERSISTENT_TOKEN_S,
     SEQUENCE_S,
     TOKEN_S,
     Card,
-    detect_gpu_name,
     find_card,
+    find_local_card,
 )
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
@@ -65,7 +66,8 @@ def parse_hardware(
             f"--utilisation is {utilisation:g}: it must be a share of the GPU's peak, above 0 and"
             " at most 1"
         )
-    card = find_card(gpu or detect_gpu_name())
+    local_card = None if gpu else find_local_card()
+    card = local_card or find_card(gpu or DEFAULT_CARD)
     return Hardware(world_size, card, utilisation or DEFAULT_UTILISATION)
 
 

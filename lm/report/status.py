@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,5 +179,5 @@ def to_json(statuses: list[Status]) -> str:
     rows = []
     for status in statuses:
         results = read_results(status) if status.state == "done" else None
-        rows.append(status.to_dict() | {"reached": results})
+        rows.append(asdict(status) | {"reached": results})
     return json.dumps(rows, indent=2, ensure_ascii=False)

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lm.common.cards import find_local_card
 from lm.common.files import CONTROL, parse_json, printable
-
-# {part of the device's name: dense bf16 peak in FLOP/s}, from the vendors' data sheets.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
 
 # Function that concatenates a tensor of all ranks along the last dimension.
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -71,11 +69,9 @@ OTHER_SOLUTION_NOTE = (
 
 
 def peak_flops() -> float | None:
-    """Return the peak FLOP/s of the current GPU; None if it is unknown, or on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    """Return the dense bf16 peak in FLOP/s of this machine's GPU; None if it is unknown."""
+    card = find_local_card()
+    return card.peak["bf16"] if card and card.peak else None
 
 
 def fixed_point_metrics(

@@ -13,7 +13,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -50,12 +50,6 @@ class Status:
     def is_unfinished(self) -> bool:
         """True if training the run again with the same settings would continue it."""
         return self.state in ("stopped", "failed", "missing")
-
-    def to_dict(self) -> dict:
-        """Return the fields under the keys of `fprnn status --json`."""
-        # Published keys, which stay although the fields have other names now.
-        keys = {"remaining_s": "left_s", "idle_s": "seen_s"}
-        return {keys.get(name, name): value for name, value in asdict(self).items()}
 
 
 def sweep_status(path: str | Path, overrides: Sequence[str] = ()) -> list[Status]:

@@ -16,6 +16,7 @@ import numpy as np
 # (`evaluate.measure`).
 PARTS = 16
 MIN_SAMPLES = 4096
+MAX_PREFIX_LENGTH = 64  # of `find_prefix_length`
 HELD_OUT_PART = {"valid": 0, "test": 1}
 
 # Candidates drawn at once to replace a sample that belongs to another split. Training rejects 1
@@ -99,7 +100,7 @@ def redraw_prefixes(
     redraw_samples(split, (prefixes,), can_redraw, lambda rows: (draw(len(rows)),))
 
 
-def find_prefix_length(count: Callable[[int], float], max_length: int = 64) -> int | None:
+def find_prefix_length(count: Callable[[int], float]) -> int | None:
     """Return the shortest length, at least 2, with MIN_SAMPLES different samples, or None.
 
     A task that hashes this many first tokens has disjoint splits from this length on, because
@@ -108,7 +109,6 @@ def find_prefix_length(count: Callable[[int], float], max_length: int = 64) -> i
 
     Args:
         count: Function of a length that returns the number of different samples (0 for none).
-        max_length: Longest length to try.
     """
-    lengths = range(2, max_length + 1)
+    lengths = range(2, MAX_PREFIX_LENGTH + 1)
     return next((length for length in lengths if count(length) >= MIN_SAMPLES), None)

@@ -40,21 +40,20 @@ class Predictions(NamedTuple):
 
 @torch.no_grad()
 def run_with_probe(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
+    model: PreTrainedModel, ids: torch.Tensor
 ) -> tuple[torch.Tensor, LayerMeasurements | None]:
     """Run a model on a sequence, and measure its fixed-point layers.
 
     Args:
         model: The model, whose training mode is kept.
         ids: Token ids, (1,t).
-        mask: Attention mask, (1,t), or None.
 
     Returns:
         Logits (t,v) in fp32; and measurements of the layers, None if no layer is a fixed point.
     """
     blocks = _list_fixed_point_blocks(model)
     if not blocks:
-        return model(input_ids=ids, attention_mask=mask).logits[0].float(), None
+        return model(input_ids=ids).logits[0].float(), None
     inputs = {}  # block → hidden states and properties of the batch (lm.model.state.Sequences)
 
     def record_inputs(block, arguments):
@@ -63,7 +62,7 @@ def run_with_probe(
     with contextlib.ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(record_inputs).remove)
-        output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
+        output = model(input_ids=ids, count_iterations=True, use_cache=False)
     report = output.fixed_point  # its tensors are (n,1) and (n,1,t), for one sequence
     traces = [block.trace_tokens(*inputs[block]) for block in blocks]
     indices = report.layers  # None if all layers are fixed points

@@ -231,7 +231,6 @@ def test_returning_the_state_changes_nothing(name):
     assert plain.state is None and "state" not in plain and len(plain.to_tuple()) == 2
     assert torch.equal(plain.logits, with_state.logits)
     assert torch.equal(plain.fixed_point.evaluations, with_state.fixed_point.evaluations)
-    assert model.carries_state
 
 
 def test_last_valid_tokens_are_within_the_document():

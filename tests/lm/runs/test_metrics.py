@@ -204,9 +204,17 @@ def clock(monkeypatch):
 
 
 def test_throughput_and_mfu_are_per_second_of_training(monkeypatch, clock):
-    for name, peak in [("NVIDIA H100 80GB HBM3", 989e12), ("Some GPU", None)]:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+    gib = 2**30
+    gpus = [
+        ("NVIDIA H100 80GB HBM3", 79 * gib, 989e12),
+        ("NVIDIA L40S", 44 * gib, 362e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * gib, None),
+        ("Some GPU", 79 * gib, None),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, memory, peak in gpus:
+        device = SimpleNamespace(name=name, total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
         assert metrics.peak_flops() == peak
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
     speed = Throughput(lambda evaluations: 100 * evaluations, world_size=2)
