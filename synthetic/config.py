@@ -99,6 +99,10 @@ class Curriculum(Section):
     constant_tokens: bool = False
 
 
+# With `train.max_iters: gamma`, ℓmax = ⌈Γ(GAMMA_SHAPE, 1)⌉ is drawn again for each update (Fig. 6).
+GAMMA_SHAPE = 4.0
+
+
 class Train(Section):
     """Training: number of updates, batch size and sequence lengths."""
 
@@ -110,8 +114,6 @@ class Train(Section):
     max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED_ON_RESUME] = (
         "config"
     )
-    # ℓmax = ⌈Γ(shape, 1)⌉, drawn again for each update (Fig. 6)
-    gamma_shape: Annotated[float, NOTED_ON_RESUME] = Field(4.0, gt=0)
     # Scale ν of the noise of a second pass in every update (lm.model.state.Adversary). With a
     # curriculum, the second pass starts after its end. 0: no second pass.
     adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)

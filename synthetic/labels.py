@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lm.config.load import Variant
-from synthetic.config import Config, Model
+from synthetic.config import GAMMA_SHAPE, Config, Model
 
 _NAMES = {
     "mamba": "Mamba",
@@ -57,7 +57,7 @@ def label_model(cfg: Config, point: dict[str, Any]) -> str:
     parts += [f"{key} {value}" for key, value in values.items() if key not in _KEYS_WITHOUT_TEXT]
     if "train.max_iters" in point:
         is_random = cfg.train.max_iters == "gamma"
-        distribution = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+        distribution = f"~ ⌈Γ({GAMMA_SHAPE:g}, 1)⌉"
         parts.append(f"ℓmax {distribution if is_random else cfg.train.max_iters}")
     for key, value in point.items():
         if isinstance(value, Variant):

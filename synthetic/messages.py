@@ -6,7 +6,7 @@ from torch import nn
 
 from lm.runs.log import format_iterations
 from synthetic import tasks
-from synthetic.config import Config
+from synthetic.config import GAMMA_SHAPE, Config
 from synthetic.evaluate import describe_solver
 from synthetic.results import format_solver
 from synthetic.update import choose_max_iters
@@ -27,7 +27,7 @@ def describe_solvers(model: nn.Module, cfg: Config) -> str:
         return "none"
     if training["max_iters"] is not None:
         if cfg.train.max_iters == "gamma":
-            training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+            training["max_iters"] = f"⌈Γ({GAMMA_SHAPE:g}, 1)⌉"
         else:
             training["max_iters"] = choose_max_iters(cfg, update=0)  # the same for every update
     if evaluation["max_iters"] is not None:

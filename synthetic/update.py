@@ -13,7 +13,7 @@ from torch import nn
 
 from lm.model.state import Adversary
 from synthetic import tasks
-from synthetic.config import Config
+from synthetic.config import GAMMA_SHAPE, Config
 from synthetic.evaluate import Answers, BatchTensors, compute_answers
 
 
@@ -27,7 +27,7 @@ def choose_max_iters(cfg: Config, update: int) -> int:
     if settings.max_iters == "gamma":
         # Data use the seeds [seed, index of the split, batch]; no split has the index len(SPLITS).
         rng = np.random.default_rng([cfg.seed, len(tasks.SPLITS), update])
-        return int(np.ceil(rng.gamma(settings.gamma_shape)))
+        return int(np.ceil(rng.gamma(GAMMA_SHAPE)))
     return settings.max_iters
 
 

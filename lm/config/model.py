@@ -16,6 +16,7 @@ from lm.model.fields import (
     FIXED_POINT_KINDS,
     MIXERS,
     SOLVER,
+    STACKS,
     Field,
     Number,
     parse_pattern,
@@ -93,21 +94,7 @@ def _annotation(field: Field) -> Any:
 
 
 class _Named(Section):
-    name: Literal[
-        "fprnn",
-        "mamba",
-        "mamba2",
-        "mamba3",
-        "transformer",
-        "lstm",
-        "gated_deltanet",
-        "deltaproduct",
-        "gated_deltaproduct",
-        "kda",
-        "rwkv7",
-        "slstm",
-        "m2rnn",
-    ] = "fprnn"
+    name: Literal["fprnn", *STACKS] = "fprnn"  # type: ignore[valid-type]
     vocab_size: Annotated[int, pydantic.Field(gt=0, le=2**24)] | Literal["auto"] = (
         "auto"  # auto: the tokenizer's, rounded up to a multiple of 8
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 from lm.common.console import say
@@ -68,6 +67,7 @@ REMOVED = {
     "init_from.layers": "auto",
     "train.world_size": None,
     "train.workers": 0,  # in a synthetic run
+    "train.gamma_shape": 4.0,  # in a synthetic run
     "task.csv": None,
     "task.mode": "answers",
     "task.automaton.states": 5,
@@ -85,18 +85,13 @@ MODEL_SECTIONS = ("model", "solver")
 
 
 def current_key(key: str) -> str:
-    """Return the present name of a dotted key."""
-    return _translate(key, RENAMED.items())
-
-
-def _translate(key: str, renamings: Iterable[tuple[str, str]]) -> str:
-    """Rename a dotted key by the first pair (from, to) of patterns whose `from` it matches."""
+    """Return the present name of a dotted key: renamed by the first pattern that it matches."""
     names = key.split(".")
-    for from_pattern, to_pattern in renamings:
-        parts = from_pattern.split(".")
+    for old_pattern, new_pattern in RENAMED.items():
+        parts = old_pattern.split(".")
         is_match = all(part in ("*", name) for part, name in zip(parts, names))
         if len(parts) == len(names) and is_match:
-            new_parts = to_pattern.split(".")
+            new_parts = new_pattern.split(".")
             return ".".join(name if part == "*" else part for part, name in zip(new_parts, names))
     return key
 
@@ -149,23 +144,6 @@ def _rename(node: Any, path: list[str], new_name: str, origin: str) -> None:
         items = [(new_name if key == name else key, value) for key, value in node.items()]
         node.clear()
         node.update(items)
-
-
-def with_first_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} with the names that the keys had when they were introduced.
-
-    Checksums of settings use these names, so that renaming a key changes no checksum.
-    """
-    to_old = [(new, old) for old, new in RENAMED.items()]
-    settings = {_translate(key, to_old): copy.deepcopy(v) for key, v in settings.items()}
-    for old, new in RENAMED.items():
-        section, _, name = new.rpartition(".")
-        if isinstance(settings.get(section), list):  # such as the stages of data.curriculum
-            _rename(settings[section], [name], old.rpartition(".")[2], section)
-    if "model.layers" in settings:
-        old_names = {new: old for old, new in RENAMED_FIELDS.items()}
-        settings["model.layers"] = rename_options(settings["model.layers"], old_names)
-    return settings
 
 
 def replacement(key: str) -> str:

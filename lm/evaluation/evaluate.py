@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.metadata
-import importlib.util
 import logging
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -18,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lm
-from lm.common.errors import UserError, missing_package
+from lm.common.errors import UserError, require
 from lm.common.files import check_file, write_json
 from lm.evaluation.language_model import LanguageModel, load
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs.metrics import find_failures, fixed_point_metrics
 from lm.runs.path_checks import check_model
+from lm.runs.status import is_number
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -90,7 +89,8 @@ def evaluate(
     results_file = Path(out) if out else checkpoint / "eval" / "results.json"
     check_model(checkpoint, allow_hub=False)
     _check_options(tasks, suite)
-    _check_packages()
+    for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
+        require(package, "evaluation")
     check_file(results_file)
     with _stdout_to_stderr():
         manager, selected_tasks = load_tasks(list(PAPER_METRICS) if suite else tasks)
@@ -109,13 +109,6 @@ def evaluate(
         results["suite"] = _summarize_suite(results["tasks"], is_complete=limit is None)
     write_json(results_file, results)
     return results
-
-
-def _check_packages() -> None:
-    """Raise MissingPackageError unless the packages of the extra `evaluation` are installed."""
-    for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
-        if importlib.util.find_spec(package) is None:
-            raise missing_package(package, "evaluation")
 
 
 def _check_options(tasks: list[str], suite: str | None) -> None:
@@ -282,9 +275,10 @@ def _collect_task_results(raw: dict, name: str) -> dict:
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):  # no comma: "alias" or "sample_len"
             continue
+        stderr = values.get(f"{metric}_stderr,{filter_name}")  # lm-eval writes "N/A" if unknown
         metrics[metric if filter_name == "none" else f"{metric}/{filter_name}"] = {
-            "value": _finite_or_none(value),
-            "stderr": _finite_or_none(values.get(f"{metric}_stderr,{filter_name}")),
+            "value": value if is_number(value) else None,
+            "stderr": stderr if is_number(stderr) else None,
             "higher_is_better": higher_is_better.get(metric),
         }
     return {
@@ -293,13 +287,6 @@ def _collect_task_results(raw: dict, name: str) -> dict:
         "num_fewshot": raw.get("n-shot", {}).get(name),
         "metrics": metrics,
     }
-
-
-def _finite_or_none(value: Any) -> float | None:
-    """Return a finite number as float, or None for anything else, such as lm-eval's "N/A"."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 @contextlib.contextmanager

@@ -93,9 +93,8 @@ def identify_run(cfg: Config) -> dict:
 
     Two runs with equal values count as the same run, wherever their directories are. The checksum
     leaves out settings with their default value, so that keys added by later versions do not change
-    it. It uses the oldest name of each key, so that renaming a key does not change it either.
+    it.
     """
-    from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
     from lm.runs.run_dir import flatten_config
 
@@ -108,8 +107,7 @@ def identify_run(cfg: Config) -> dict:
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")  # paths differ between machines
     }
-    renamed_settings = dict(sorted(with_first_names(fixed_settings).items()))
-    digest = hashlib.sha256(json.dumps(renamed_settings).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(fixed_settings, sort_keys=True).encode()).hexdigest()
     return {"name": cfg.name, "seed": cfg.seed, "settings": digest}
 
 

@@ -611,15 +611,15 @@ def parse_layers(layers: Any, n_layer: int) -> list[Layer]:
     return pattern * (n_layer // len(pattern))
 
 
-def rename_options(layers: Any, new_names: dict[str, str] = RENAMED_FIELDS) -> Any:
-    """Return a pattern with the options of its layers renamed; new_names: old name → new name."""
+def rename_options(layers: Any) -> Any:
+    """Return a pattern with the present names of its layers' options (RENAMED_FIELDS)."""
     if not isinstance(layers, list | tuple):
         return layers
 
     def rename(options):
         if not isinstance(options, dict):
             return options
-        return {new_names.get(name, name): value for name, value in options.items()}
+        return {RENAMED_FIELDS.get(name, name): value for name, value in options.items()}
 
     return [
         {kind: rename(options) for kind, options in item.items()}

@@ -306,16 +306,6 @@ class Centroids(nn.Module):
         self.keys = nn.Parameter(torch.empty(k, d))  # K
         self.key_bias = nn.Parameter(torch.empty(k))  # b
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Load weights; convert weights of earlier versions, whose keys were multiples of c."""
-        log_sharpness = state_dict.pop(prefix + "log_sharpness", None)
-        if log_sharpness is not None:
-            c = state_dict[prefix + "vectors"]
-            scale = log_sharpness.exp() / c.shape[-1]
-            state_dict[prefix + "keys"] = scale * c
-            state_dict[prefix + "key_bias"] = -scale / 2 * c.square().sum(-1)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys (k,d), key_bias (k,) and vectors (k,d) in `dtype`."""
         return self.keys.to(dtype), self.key_bias.to(dtype), self.vectors.to(dtype)

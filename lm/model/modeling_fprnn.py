@@ -156,22 +156,14 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         """Load a checkpoint as transformers does, after checking its checksums.
 
         Raises:
-            ValueError: If the folder's weights or config.json do not match its SHA256SUMS, or if
-                its centroids have no keys.
+            ValueError: If the folder's weights or config.json do not match its SHA256SUMS.
         """
         path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if path is not None and os.path.isdir(path):
             folder = os.path.join(path, kwargs.get("subfolder", ""))
             refuse_changed(folder, lambda name: name == "config.json" or ".safetensors" in name)
         refuse_solver_token(kwargs)
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if any(name.endswith(".centroids.log_sharpness") for name in info["unexpected_keys"]):
-            raise ValueError(
-                f"{path} contains centroids without keys, of an earlier version: export the run"
-                " again with this version"
-            )
-        return (model, info) if wants_info else model
+        return super().from_pretrained(*args, **kwargs)
 
     def fixed_point_blocks(self) -> list[FixedPointBlock]:
         """Return the blocks of all fixed-point layers, from the first to the last."""

@@ -247,8 +247,7 @@ class MixtureLoader:
             return
         sources = state["mixture"].values()
         self._weights = [source["weight"] for source in sources]
-        configured_ends = [stage.end for stage in self._stages]
-        self._ends = list(state.get("ends", configured_ends))  # absent in older checkpoints
+        self._ends = list(state["ends"])
         self._counts[:] = [source["drawn"] for source in sources]
 
 

@@ -231,7 +231,7 @@ class StreamLoader:
             )
         self.close()
         self._stream_count = state["count"]
-        self._revision = state.get("revision") or _find_revision(state["streams"])
+        self._revision = state["revision"]
         self._next_batch = state["next_global_micro_batch"]
         self._streams = {}
         numbers = self._rank_streams(state["count"])
@@ -378,13 +378,6 @@ def merge_states(states: Sequence[dict]) -> dict:
             number: stream for state in states for number, stream in state["streams"].items()
         }
     return merged
-
-
-def _find_revision(streams: dict) -> str | None:
-    """Return the commit in the states of streams; None if they do not read from a hub."""
-    positions = [stream["position"] for stream in streams.values() if stream["position"]]
-    revisions = [position["documents"].get("revision") for position in positions]
-    return next((revision for revision in revisions if revision), None)
 
 
 def worker_count(data: Data) -> int:

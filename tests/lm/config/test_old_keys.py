@@ -10,7 +10,6 @@ from lm.config import load as config
 from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.schema import Config
-from lm.export.export import identify_run
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import RENAMED_FIELDS
 from lm.runs.run_dir import flatten_config
@@ -84,14 +83,6 @@ def test_an_old_yaml_is_the_present_config(tmp_path, schema, old, new):
     cfg = config.load(path, schema=schema)
     assert cfg == config.build(old, schema=schema) == config.build(new, schema=schema)
     assert flatten_config(cfg) == flatten_config(config.build(new, schema=schema))
-
-
-def test_run_identity_is_the_same_as_in_earlier_versions():
-    """The checksum is that of commit 0786c216, so an export of that version can be replaced."""
-    tree = OLD | {"data": {key: OLD["data"][key] for key in ("mixture", "curriculum")}}
-    assert identify_run(config.build(tree))["settings"] == (
-        "54af6a7724b4f79ea35b17c0b6e482c3e9fdcf7a34e4423ae2e30ca723e6c2fe"
-    )
 
 
 @pytest.mark.parametrize("yaml_key", ["adversary", "adversarial_noise"])

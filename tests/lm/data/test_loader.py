@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lm.config.data import Data
 from lm.data.batches.loader import build, single_source_loader, validation_blocks
 from lm.data.batches.packing import IGNORE, block_count
-from lm.data.batches.stream import BlockStream, StreamLoader, _find_revision, merge_states
+from lm.data.batches.stream import BlockStream, StreamLoader, merge_states
 from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import prepare
 from lm.data.sources.errors import DataError
@@ -275,6 +275,3 @@ def test_every_epoch_of_a_stream_reads_the_same_commit(bpe, texts):
     assert states == [None, {"revision": "commit 1"}, {"revision": "commit 1"}]
     BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts, revision="run commit")
     assert states[-1] == {"revision": "run commit"}
-    # Checkpoints of earlier versions have the commit only in the positions of streams.
-    stream_state = {"position": {"documents": {"revision": "position commit"}}}
-    assert _find_revision({0: {"position": None}, 1: stream_state}) == "position commit"

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
@@ -51,31 +50,6 @@ def test_zero_is_read_where_no_token_is_before_and_nowhere_else():
     for noise in (None, torch.full((3, 2), 0.01)):
         expected = torch.stack([torch.zeros(2), *reading.vectors])
         torch.testing.assert_close(reading(states, noise), expected)
-
-
-def remove_keys(state_dict, prefix, log_sharpness):
-    """Return the state dict that versions before the keys would have written."""
-    kept = {k: v for k, v in state_dict.items() if not k.startswith(f"{prefix}key")}
-    return {**kept, f"{prefix}log_sharpness": log_sharpness}
-
-
-def test_centroids_without_keys_are_converted():
-    torch.manual_seed(0)
-    reading, y = Centroids(5, 4), torch.randn(3, 4)
-    state_dict, log_sharpness = {"vectors": torch.randn(5, 4)}, torch.tensor([0.7])
-    reading.load_state_dict({**state_dict, "log_sharpness": log_sharpness})
-    squared_distances = torch.cdist(y, state_dict["vectors"]).square()
-    weights = torch.softmax(-log_sharpness.exp() / 4 * squared_distances / 2, 1)
-    torch.testing.assert_close(reading(y, None), weights @ state_dict["vectors"])
-
-
-def test_from_pretrained_refuses_centroids_remove_keys(tmp_path):
-    small().save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    prefix = "backbone.layers.0.block.centroids."
-    save_file(remove_keys(load_file(path), prefix, torch.zeros(1)), path)
-    with pytest.raises(ValueError, match=r"centroids without keys.* export the run again"):
-        FPRNNForCausalLM.from_pretrained(tmp_path)
 
 
 def solved(model, u, seqs, monkeypatch, kernel, schedule="sequential"):
