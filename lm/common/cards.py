@@ -47,8 +47,6 @@ CARD_FORMAT = (
 # cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158 evaluations
 # for the slowest of 16, 64 and 128 sequences. Today's search starts with Newton and needs 7 to 8.
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
-# The same for the persistent kernels: predicted for an H100, not measured (docs/kernels.md).
-PERSISTENT_TOKEN_S, PERSISTENT_SEQUENCE_S = 7.6e-6, 0.21e-6
 CPU = "cpu"
 
 

@@ -50,11 +50,7 @@ MODULES = {
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
 OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
 BACKENDS_WITHOUT_FP64 = ("triton", "cuda", "mamba_ssm")
-# Name of a GPU → numbers of sequences for which `benchmarks.gpu_constants` measured that an exact
-# layer takes less time with `cuda` than with `triton`, such as {"NVIDIA H100 80GB HBM3": range(1,
-# 65)}. There `auto` prefers `cuda`. The table is empty because no GPU has run `cuda` yet.
-FASTER_WITH_CUDA: dict[str, range] = {}
-BACKENDS_BY_NAME_ONLY = ("cuda",)  # otherwise used only if FPRNN_KERNELS names them
+BACKENDS_BY_NAME_ONLY = ("cuda",)  # used only if FPRNN_KERNELS names them: never run on a GPU
 Result = TypeVar("Result")
 
 
@@ -102,25 +98,6 @@ def requested_backend() -> str:
             f"FPRNN_KERNELS is `{name}`: it must be auto, plain or one of {', '.join(MODULES)}"
         )
     return name
-
-
-def find_faster_batches() -> range:
-    """Return the numbers of sequences for which `auto` prefers `cuda` on this machine's GPU."""
-    if not FASTER_WITH_CUDA or not torch.cuda.is_available():
-        return range(0)
-    return FASTER_WITH_CUDA.get(torch.cuda.get_device_name(), range(0))
-
-
-def may_use_cuda_backend() -> bool:
-    """Return whether the backend `cuda` may solve layers on this machine's GPU."""
-    requested = requested_backend()
-    return requested == "cuda" or (requested == "auto" and len(find_faster_batches()) > 0)
-
-
-def _list_slower_backends(requested, like):
-    """Return the backends that FPRNN_KERNELS does not name and that no measurement favours."""
-    is_faster = requested == "auto" and len(like) in find_faster_batches()
-    return tuple(b for b in BACKENDS_BY_NAME_ONLY if b != requested and not is_faster)
 
 
 def _get_device_type(backend):
@@ -185,13 +162,11 @@ def _list_backends(operation, device_type, requested):
     for backend, modules in MODULES.items():
         # Interpreted Triton runs on a CPU. It is for tests, so it is used only on request.
         is_interpreted = device_type == "cpu" and backend != "cpu"
-        is_by_name_only = backend in BACKENDS_BY_NAME_ONLY and not may_use_cuda_backend()
-        needs_request = is_interpreted or is_by_name_only
+        needs_request = is_interpreted or backend in BACKENDS_BY_NAME_ONLY
         has_operation = operation in modules and _get_device_type(backend) == device_type
         if has_operation and (backend == requested or not needs_request):
             backends.append(backend)
-    # A backend of BACKENDS_BY_NAME_ONLY comes first: `find` omits it if it is slower.
-    return sorted(backends, key=lambda b: (b != requested, b not in BACKENDS_BY_NAME_ONLY))
+    return sorted(backends, key=lambda backend: backend != requested)
 
 
 def _check_gpu_modules(device_type, operations):
@@ -236,9 +211,9 @@ def _find_working(operation, device_type, requested):
 
 
 @functools.cache
-def _find_modules(operation, device_type, dtype, requested, slower_backends):
+def _find_modules(operation, device_type, dtype, requested):
     """Return the modules that can compute an operation, the preferred one first."""
-    excluded = (*slower_backends, *(BACKENDS_WITHOUT_FP64 if dtype == torch.float64 else ()))
+    excluded = BACKENDS_WITHOUT_FP64 if dtype == torch.float64 else ()
     modules = _find_working(operation, device_type, requested).items()
     return tuple(module for backend, module in modules if backend not in excluded)
 
@@ -248,14 +223,12 @@ def find(operation: str, like: torch.Tensor) -> ModuleType | None:
 
     Args:
         operation: One of OPERATIONS.
-        like: Tensor (b,…) with the device and the dtype of the computation, for b sequences.
+        like: Tensor with the device and the dtype of the computation.
 
     Raises:
         BackendError: If FPRNN_KERNELS names a backend that is unknown or cannot run.
     """
-    requested = requested_backend()
-    slower_backends = _list_slower_backends(requested, like)
-    modules = _find_modules(operation, like.device.type, like.dtype, requested, slower_backends)
+    modules = _find_modules(operation, like.device.type, like.dtype, requested_backend())
     return modules[0] if modules else None
 
 
@@ -279,10 +252,7 @@ def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> An
     """
     reasons: list[str] = []
     requested = requested_backend()
-    slower_backends = _list_slower_backends(requested, like)
-    for module in _find_modules(
-        operation, like.device.type, like.dtype, requested, slower_backends
-    ):
+    for module in _find_modules(operation, like.device.type, like.dtype, requested):
         try:
             result = getattr(module, function)(*args)
         except Unsupported as unsupported:

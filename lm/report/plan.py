@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from lm.common.cards import (
     DEFAULT_CARD,
     GIB,
-    PERSISTENT_SEQUENCE_S,
-    PERSISTENT_TOKEN_S,
     SEQUENCE_S,
     TOKEN_S,
     Card,
@@ -164,37 +162,6 @@ def estimate_hours(
     }
 
 
-def has_persistent_kernel(block: Any) -> bool:
-    """Return whether lm/kernels/cuda can solve a layer with bf16 products (cuda_cell.py).
-
-    Wider layers may not fit into the shared memory of a GPU, so they have no prediction.
-    """
-    c = block.config
-    has_supported_sizes = c.d_state == 16 and c.d_inner % 16 == 0 and 48 <= c.d_inner <= 1536
-    reads_y_in_all_columns = c.mixer_h_dep and c.b_h_dep and c.c_h_dep
-    is_supported_layer = c.block == "fp_mamba1" and block.kernel_rank() == 1
-    return is_supported_layer and has_supported_sizes and reads_y_in_all_columns
-
-
-def predict_persistent_hours(
-    cfg: Config, layers: LayersBySolver, hours_by_part: dict[str, float] | None
-) -> float | None:
-    """Return the hours of a run with the persistent kernels, or None if they cannot solve it.
-
-    Args:
-        cfg: The configuration.
-        layers: Fixed-point layers of the model.
-        hours_by_part: Result of `estimate_hours`.
-    """
-    is_supported = cfg.train.precision == "bf16" and all(map(has_persistent_kernel, layers.kernel))
-    if hours_by_part is None or not layers.kernel or not is_supported:
-        return None
-    batch = cfg.train.micro_batch_size
-    predicted_s = PERSISTENT_TOKEN_S + PERSISTENT_SEQUENCE_S * batch
-    speedup = (TOKEN_S + SEQUENCE_S * batch) / predicted_s
-    return hours_by_part["matrix products"] + hours_by_part["sequential kernel"] / speedup
-
-
 def plan(cfg: Config, hardware: Hardware | int) -> dict:
     """Estimate the costs of a run. Build its model on the meta device, and download nothing.
 
@@ -204,9 +171,8 @@ def plan(cfg: Config, hardware: Hardware | int) -> dict:
 
     Returns:
         The costs by name. "tokens" and "flops" are of the whole run, "hours" are by part (None if
-        unknown), "persistent_hours" is a prediction (None without one), "memory" and
-        "memory_by_stage" are bytes of a rank (`estimate.Memory`), "limit" is the memory limit in
-        bytes, and "fits" is True if "memory" does not exceed it.
+        unknown), "memory" and "memory_by_stage" are bytes of a rank (`estimate.Memory`), "limit"
+        is the memory limit in bytes, and "fits" is True if "memory" does not exceed it.
 
     Raises:
         ConfigError: As in `build_model`, `model_vocab_size` and `deepspeed_config`.
@@ -242,7 +208,6 @@ def plan(cfg: Config, hardware: Hardware | int) -> dict:
         "flops_per_token": flops_per_token,
         "flops": flops_per_token * tokens_read,
         "hours": hours_by_part,
-        "persistent_hours": predict_persistent_hours(cfg, layers, hours_by_part),
         **_plan_memory(resolved_cfg, hardware, counts, vocab_size),
     }
 
@@ -336,9 +301,6 @@ def _hour_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
     for part, hours in hours_by_part.items():
         if hours:
             rows.append((f"… {part}", f"{hours:,.2f} {origins[part]}"))
-    if costs["persistent_hours"] is not None:
-        prediction = f"{costs['persistent_hours']:,.2f} predicted for an H100, not measured"
-        rows.append(("hours with FPRNN_KERNELS=cuda", prediction))
     return rows
 
 

@@ -11,7 +11,7 @@ import torch
 from lm.common.errors import ConfigError
 from lm.common.files import parse_json
 from lm.config.schema import Config
-from lm.kernels import may_use_cuda_backend
+from lm.kernels import requested_backend
 
 # The gradients of a 160M model fill four buffers of this size: each uses the full bandwidth of the
 # network, and is sent while the gradients of the next buffer are computed.
@@ -90,7 +90,7 @@ def _derive(cfg: Config, world_size: int, on_gpu: bool) -> dict:
             # A single rank sends nothing, so a second gradient buffer would only cost memory. The
             # kernels of backend `cuda` occupy all multiprocessors of the GPU until they end, so
             # NCCL must not run at the same time.
-            "overlap_comm": on_gpu and world_size > 1 and not may_use_cuda_backend(),
+            "overlap_comm": on_gpu and world_size > 1 and requested_backend() != "cuda",
             "contiguous_gradients": True,
         },
         "zero_allow_untested_optimizer": True,

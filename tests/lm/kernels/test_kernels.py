@@ -126,44 +126,6 @@ def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, mon
     assert backends == [mamba, mamba2]
 
 
-@pytest.mark.parametrize("requested", ["auto", "triton"])
-def test_a_measured_table_decides_where_auto_uses_cuda(requested, monkeypatch, install_modules):
-    class Input:
-        dtype, device = torch.float32, torch.device("cuda")
-
-        def __init__(self, batch):
-            self.batch = batch
-
-        def __len__(self):
-            return self.batch
-
-    cuda_cell = make_module(cell=lambda: "cuda")
-    triton_cell = make_module(cell=lambda: "triton")
-    install_modules(cuda={"cell": cuda_cell}, triton={"cell": triton_cell}, mamba_ssm={})
-    monkeypatch.setenv("FPRNN_KERNELS", requested)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-
-    def list_choices():
-        inputs = [Input(batch) for batch in (1, 16, 64)]
-        choices = [kernels.compute("cell", "cell", like) for like in inputs]
-        assert [find("cell", like).cell() for like in inputs] == choices
-        return choices
-
-    assert kernels.FASTER_WITH_CUDA == {}  # no GPU has run these kernels
-    assert list_choices() == ["triton"] * 3 and not kernels.may_use_cuda_backend()
-    kernels._find_working.cache_clear()
-    kernels._find_modules.cache_clear()
-    monkeypatch.setitem(kernels.FASTER_WITH_CUDA, "a card", range(8, 33))
-    is_auto = requested == "auto"
-    assert list_choices() == ["triton", "cuda" if is_auto else "triton", "triton"]
-    assert kernels.may_use_cuda_backend() is is_auto
-    expected = ("cuda", "triton") if is_auto else ("triton",)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert kernels.choose_backends("cuda", ["cell"]) == {"cell": expected}
-
-
 @pytest.mark.parametrize("name", kernels.MODULES)
 def test_named_backend_that_cannot_run_is_an_error(name, monkeypatch, install_modules):
     fake = make_module("there is no such thing")

@@ -301,30 +301,6 @@ def test_hours_are_known_only_with_a_measured_rate(solver, model, hardware, kern
         assert costs["hours"]["sequential kernel"] > 0
 
 
-def test_hours_with_the_persistent_kernels_are_a_prediction():
-    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
-    costs = plan(cfg, parse_hardware(8, "h100-80g"))
-    positions = 4800 * 2048  # 8 × 32 sequences are a whole update
-    kernel_hours = positions * 12 * (7.6e-6 + 32 * 0.21e-6) / 3600
-    assert costs["persistent_hours"] == pytest.approx(
-        costs["hours"]["matrix products"] + kernel_hours
-    )
-    row = make_rows(costs, cfg)["hours with FPRNN_KERNELS=cuda"]
-    assert row == f"{costs['persistent_hours']:.2f} predicted for an H100, not measured"
-    for overrides in (
-        ["model.mixer_rank=2"],
-        ["model.d_state=8"],
-        ["model.d_model=1024"],
-        ["model.b_h_dep=false"],
-        ["train.precision=fp32"],
-        ["solver.token=iterate"],
-    ):
-        other_cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml", overrides)
-        other_costs = plan(other_cfg, parse_hardware(8, "h100-80g"))
-        assert other_costs["persistent_hours"] is None
-        assert "hours with FPRNN_KERNELS=cuda" not in make_rows(other_costs, other_cfg)
-
-
 def test_evaluations_are_one_for_sequential_solves():
     assert plan(tiny_config(), parse_hardware(1, "cpu"))["evaluations"] == 1
     assert plan(tiny_config(mixer="kronecker"), H200)["evaluations"] == 10  # in windows

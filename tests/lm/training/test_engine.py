@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm import kernels
 from lm.common import ranks
 from lm.common.errors import ConfigError, TrainingError
 from lm.config.schema import Optim
@@ -103,10 +102,6 @@ def test_persistent_kernels_do_not_overlap_with_nccl(tiny, monkeypatch):
         monkeypatch.setenv("FPRNN_KERNELS", backend)
         config = deepspeed_json.deepspeed_config(tiny(), 4, on_gpu=True)
         assert config["zero_optimization"]["overlap_comm"] is overlaps
-    monkeypatch.setenv("FPRNN_KERNELS", "auto")
-    monkeypatch.setattr(kernels, "find_faster_batches", lambda: range(8))
-    config = deepspeed_json.deepspeed_config(tiny(), 4, on_gpu=True)
-    assert config["zero_optimization"]["overlap_comm"] is False
 
 
 def test_lr_of_every_update_is_applied(tiny_losses):
