@@ -168,6 +168,8 @@ def make_row(t, keep, before, raw, weight_y, readout=None):
 
 def solve_cell(arguments, tol=1e-14):
     """Solve the problem of lm.kernels.cpu.cpu_cell.cell."""
+    if arguments.A.dim() == 3:
+        return _solve_rnn(arguments)
     layout, options, raw, weight_y, x, dt, A, keep, gate, D, *more = arguments
     norm_weight, norm_bias, y0, h0, _, readout = more
     b, length, d = x.shape
@@ -206,19 +208,16 @@ def solve_cell(arguments, tol=1e-14):
     return torch.stack(ys, 1), h, torch.stack(failures, 1)
 
 
-def solve_cell_rnn(arguments):
-    """Solve the problem of lm.kernels.cpu.cpu_cell.cell_rnn."""
-    layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, _ = arguments
-    options = options._replace(norm="none")
-    b, length, d = x.shape
-    y = x.new_zeros(b, d) if y0 is None else y0
-    h = x.new_zeros(b, d) if h0 is None else h0
+def _solve_rnn(arguments):
+    layout, options, raw, weight_y, x, dt, decay, keep, *_ = arguments
+    y = torch.zeros_like(x[:, 0]) if arguments.y0 is None else arguments.y0
+    h = torch.zeros_like(y) if arguments.h0 is None else arguments.h0
     ys, failures = [], []
-    for t in range(length):
+    for t in range(x.shape[1]):
         row, keep_t = make_row(t, keep, y, raw, weight_y)
-        reflect = Reflections(row, d, layout, options)
+        reflect = Reflections(row, x.shape[2], layout, options)
         past = decay[:, t] * keep_t * h
-        y, _, failed = solve_token(reflect, past, fresh[:, t], x[:, t], lambda v: v, options, 0)
+        y, _, failed = solve_token(reflect, past, dt[:, t], x[:, t], lambda v: v, options, 0)
         h = y
         ys.append(y)
         failures.append(failed)

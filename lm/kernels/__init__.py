@@ -22,7 +22,7 @@ from lm.common.errors import UserError
 # lm/model/scan.py compares this value before it uses the package. The text rules out another
 # package that is called `lm`. The number is the version of `find`, `compute` and the arguments of
 # the kernels: an exported model has a copy of scan.py, which may be older or newer.
-INTERFACE = ("fprnn-kernels", 5)
+INTERFACE = ("fprnn-kernels", 6)
 
 # Backend → operation → module in lm.kernels. Earlier backends are preferred. If a backend lacks an
 # operation, another backend computes it.

@@ -67,7 +67,10 @@ class Readout(NamedTuple):
 
 
 class CellArguments(NamedTuple):
-    """Arguments of `cell`, which solves an FP-Mamba-1 or FP-Mamba-2 layer.
+    """Arguments of `cell`, which solves an FP-Mamba-1, FP-Mamba-2 or FP-RNN layer.
+
+    FP-RNN computes y_t = h_t = A_t ⊙ h_{t−1} + dt_t ⊙ x̃_t: A is the decay itself. `norm` is "none",
+    `groups` is 1, and gate, D and readout are None. Columns and options of B and C are ignored.
 
     Of its results only y has a gradient, of first order, with respect to raw, weight_y, x, dt, A,
     gate, D, norm_weight, norm_bias and the readout.
@@ -79,15 +82,16 @@ class CellArguments(NamedTuple):
         weight_y: W_y, (k,d); k may be 0.
         x: Input of the mixer, (b,l,d).
         dt: Step sizes, FP-Mamba-1: (b,l,d); FP-Mamba-2: (b,l,heads). 0 leaves the state unchanged.
-        A: FP-Mamba-1: (d,n); FP-Mamba-2: (heads,).
+            FP-RNN: factor on x̃, (b,l,d).
+        A: FP-Mamba-1: (d,n); FP-Mamba-2: (heads,); FP-RNN: factor on the state, (b,l,d).
         keep: (b,l), 0 at tokens that start a document, else 1; or None.
         gate: g, (b,l,d), or None.
-        D: Skip weights, (d,).
+        D: Skip weights, (d,), or None.
         norm_weight: (d,), or None.
         norm_bias: (d,), or None.
         y0: y before the first token, (b,d); zero if None.
         h0: State before the first token, FP-Mamba-1: (b,d,n); FP-Mamba-2: (b,heads,d/heads,n);
-            zero if None.
+            FP-RNN: (b,d); zero if None.
         adjoint: Tensor (b,) into which the backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖; or
             None. ∂y_t is the gradient of the output y_t; λ_t is ∂y_t plus the gradient that the
             next token gives to y_t through W_y.
@@ -102,12 +106,12 @@ class CellArguments(NamedTuple):
     dt: Tensor
     A: Tensor
     keep: Tensor | None
-    gate: Tensor | None
-    D: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    y0: Tensor | None
-    h0: Tensor | None
+    gate: Tensor | None = None
+    D: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    y0: Tensor | None = None
+    h0: Tensor | None = None
     adjoint: Tensor | None = None
     readout: Readout | None = None
 
@@ -115,51 +119,6 @@ class CellArguments(NamedTuple):
     def kind(self) -> str:
         """The layer: "mamba1", "mamba2" or "rnn". The shape of A differs; see `expected_shapes`."""
         return {1: "mamba2", 2: "mamba1", 3: "rnn"}[self.A.dim()]
-
-
-class RnnArguments(NamedTuple):
-    """Arguments of `cell_rnn`, which solves an FP-RNN layer.
-
-    y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t. The other fields are as in CellArguments. Options
-    of B, C and the norm are ignored.
-
-    Attributes:
-        decay: Factor on the state, (b,l,d).
-        fresh: Factor on the mixed input x̃, (b,l,d).
-        h0: State before the first token, (b,d); zero if None.
-    """
-
-    layout: Layout
-    options: Options
-    raw: Tensor
-    weight_y: Tensor
-    x: Tensor
-    decay: Tensor
-    fresh: Tensor
-    keep: Tensor | None
-    y0: Tensor | None
-    h0: Tensor | None
-    adjoint: Tensor | None = None
-
-    def as_cell_arguments(self) -> CellArguments:
-        """Return the same problem for the common solver: `fresh` is dt, `decay` is A."""
-        return CellArguments(
-            layout=self.layout,
-            options=self.options._replace(norm="none", groups=1),
-            raw=self.raw,
-            weight_y=self.weight_y,
-            x=self.x,
-            dt=self.fresh,
-            A=self.decay,
-            keep=self.keep,
-            gate=None,
-            D=None,
-            norm_weight=None,
-            norm_bias=None,
-            y0=self.y0,
-            h0=self.h0,
-            adjoint=self.adjoint,
-        )
 
 
 # An exported model runs without this package and cannot import the classes above. It passes a
@@ -175,14 +134,6 @@ def as_cell_arguments(arguments: CellArguments | Mapping[str, Any]) -> CellArgum
         options=Options(*converted.options),
         readout=None if readout is None else Readout(*readout),
     )
-
-
-def as_rnn_arguments(arguments: RnnArguments | Mapping[str, Any]) -> RnnArguments:
-    """Convert the argument of `cell_rnn` to RnnArguments."""
-    if isinstance(arguments, RnnArguments):
-        return arguments
-    converted = RnnArguments(**arguments)
-    return converted._replace(layout=Layout(*converted.layout), options=Options(*converted.options))
 
 
 class Sizes(NamedTuple):

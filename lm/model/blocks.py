@@ -449,16 +449,16 @@ class FPRNN(FixedPointBlock):
     def run_kernel(
         self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        # FP-RNN has no B, C and norm, so the kernel ignores bc_starts and these options.
+        # FP-RNN has no B and C: the kernel ignores bc_starts, bc_norm, norm_eps and d_state.
         bc_norm, groups, norm, norm_eps, d_state = True, 1, "none", 0.0, 0
         options = *mixer_options, bc_norm, groups, norm, norm_eps, d_state
         h = inputs.seqs.get_state("h")
         arguments = kernel_arguments(inputs, mixer_options.rank, [0, 0], options) | {
-            "decay": inputs.recurrence.decay,
-            "fresh": inputs.recurrence.complement,
+            "dt": inputs.recurrence.complement,
+            "A": inputs.recurrence.decay,
             "h0": None if h is None else h.to(inputs.x.dtype),
         }
-        return try_kernel("cell", "cell_rnn", inputs.x, arguments)
+        return try_kernel("cell", "cell", inputs.x, arguments)
 
     def _make_conv_state(self, inputs, y):
         if inputs.conv_tail is None:

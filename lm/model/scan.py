@@ -30,7 +30,7 @@ from .bundled_kernels import load_bundled_kernels
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 5)  # the version of lm.kernels that this file needs
+INTERFACE = ("fprnn-kernels", 6)  # the version of lm.kernels that this file needs
 
 # Bytes of temporaries of the selective scan, which limit the channels that are computed at once.
 MAX_TEMPORARY_BYTES = 512 * 2**20

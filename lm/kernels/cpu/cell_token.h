@@ -30,7 +30,7 @@ enum Act { SILU, RELU, IDENTITY };
 // Arguments, packed field by field in cpu_cell.py. Sizes: b sequences, l tokens, d channels, n states,
 // K columns of raw, k centroids. Arrays are contiguous, except raw, whose tokens are raw_step entries
 // apart. "or null" marks arrays that may be missing. MAMBA2: dt is (b,l,heads) and A is (heads).
-// RNN: dt is `fresh` and A is `decay`, (b,l,d).
+// RNN: dt and A, the factor on the state, are (b,l,d).
 struct Cell {
     int64_t batch, length, channels, states, kind, heads, groups;
     int64_t rank, act, sequential, bc_norm, norm;

@@ -24,9 +24,7 @@ from lm.kernels.cell_arguments import (
     NORMS,
     CellArguments,
     Readout,
-    RnnArguments,
     as_cell_arguments,
-    as_rnn_arguments,
     check_sizes,
     expected_shapes,
 )
@@ -306,7 +304,7 @@ def _solve(arguments):
 
 
 def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve an FP-Mamba-1 or FP-Mamba-2 layer, token by token; differentiable once.
+    """Solve an FP-Mamba-1, FP-Mamba-2 or FP-RNN layer, token by token; differentiable once.
 
     Args:
         arguments: CellArguments, or a mapping with its fields. All tensors are on the CPU, all in
@@ -323,15 +321,3 @@ def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, 
             reflections.
     """
     return _solve(as_cell_arguments(arguments))
-
-
-def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve an FP-RNN layer, token by token; differentiable once.
-
-    Args:
-        arguments: RnnArguments, or a mapping with its fields.
-
-    Returns:
-        As `cell`, which also lists the errors; the state is (b,d).
-    """
-    return _solve(as_rnn_arguments(arguments).as_cell_arguments())

@@ -29,10 +29,8 @@ from lm.kernels import Unsupported, cell_arguments
 from lm.kernels.cell_arguments import (
     ACTS,
     CellArguments,
-    RnnArguments,
     Sizes,
     as_cell_arguments,
-    as_rnn_arguments,
     check_sizes,
     expected_shapes,
 )
@@ -397,13 +395,3 @@ def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, 
         return _Cell.apply(arguments, *inputs)
     results = _forward(_prepare(arguments, False))
     return results["y"], results["state"].transpose(1, 2), results["outcome"]
-
-
-def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Refuse an FP-RNN layer, which Triton solves.
-
-    Raises:
-        Unsupported: Always.
-    """
-    as_rnn_arguments(arguments)
-    raise Unsupported("the persistent kernels do not solve FP-RNN")

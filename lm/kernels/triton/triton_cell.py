@@ -30,10 +30,8 @@ from lm.kernels.cell_arguments import (
     CellArguments,
     Layout,
     Options,
-    RnnArguments,
     Sizes,
     as_cell_arguments,
-    as_rnn_arguments,
     check_sizes,
     expected_shapes,
 )
@@ -536,7 +534,7 @@ def _solve(arguments):
 
 
 def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve an FP-Mamba-1 or FP-Mamba-2 layer, token by token; differentiable once.
+    """Solve an FP-Mamba-1, FP-Mamba-2 or FP-RNN layer, token by token; differentiable once.
 
     Args:
         arguments: CellArguments without a readout, or a mapping with its fields. All tensors are on
@@ -551,15 +549,3 @@ def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, 
         Unsupported: If the kernels do not support a dtype, the rank, the width or the readout.
     """
     return _solve(as_cell_arguments(arguments))
-
-
-def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve an FP-RNN layer, token by token; differentiable once.
-
-    Args:
-        arguments: RnnArguments, or a mapping with its fields.
-
-    Returns:
-        As `cell`, which also lists the errors; the state is (b,d).
-    """
-    return _solve(as_rnn_arguments(arguments).as_cell_arguments())

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lm.kernels import Unsupported
-from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout, RnnArguments
+from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout
 from lm.kernels.cpu import cpu_cell
 from lm.model.solver import FAILED
 from tests import oracle_cell
@@ -99,17 +99,16 @@ def make_problem(
 def make_rnn_problem(
     b=2, length=6, d=19, order=("vectors", "gates"), reading=None, **option_values
 ):
+    option_values["norm"] = "none"
     layout, options, tensors = make_problem(b, length, d, 1, None, order, reading, **option_values)
-    fresh = torch.sigmoid(tensors["dt"])
+    dt = torch.sigmoid(tensors["dt"])
     tensors = {k: tensors[k] for k in ("raw", "weight_y", "x", "keep", "y0")}
     h0 = None if tensors["y0"] is None else tensors["y0"].flip(-1)
-    return layout, options, {**tensors, "decay": 1 - fresh, "fresh": fresh, "h0": h0}
+    return layout, options, {**tensors, "dt": dt, "A": 1 - dt, "h0": h0}
 
 
 def solve(compute, layout, options, **tensors):
-    """Call a kernel or an oracle; the names of the tensors select the argument structure."""
-    if "decay" in tensors:
-        return compute(RnnArguments(layout, options, **tensors))
+    """Call a kernel or an oracle."""
     if "keys" in tensors:
         tensors["readout"] = Readout(*(tensors.pop(name) for name in Readout._fields))
     return compute(CellArguments(layout, options, **tensors))
@@ -145,13 +144,11 @@ def evaluate(compute, problem, dtype=torch.float64, fails=False, **others):
     }
 
 
-def assert_equals_the_loop(problem, tol=1e-9, tol32=3e-4, rnn=False):
-    ours = cpu_cell.cell_rnn if rnn else cpu_cell.cell
-    theirs = oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell
-    expected = evaluate(theirs, problem)
-    assert_close(evaluate(ours, problem), expected, tol)
+def assert_equals_the_loop(problem, tol=1e-9, tol32=3e-4):
+    expected = evaluate(oracle_cell.solve_cell, problem)
+    assert_close(evaluate(cpu_cell.cell, problem), expected, tol)
     if tol32:
-        assert_close(evaluate(ours, problem, torch.float32), expected, tol32)
+        assert_close(evaluate(cpu_cell.cell, problem, torch.float32), expected, tol32)
 
 
 @pytest.mark.parametrize("n", [1, 16, 33])
@@ -227,7 +224,7 @@ def test_mamba2_equals_the_loop(sizes, rank):
     ids=str,
 )
 def test_rnn_equals_the_loop(others):
-    assert_equals_the_loop(make_rnn_problem(**{"scale": 1.0, **others}), rnn=True)
+    assert_equals_the_loop(make_rnn_problem(**{"scale": 1.0, **others}))
 
 
 # Centroids

@@ -55,18 +55,17 @@ def move_to_device(problem):
     return layout, options, {k: None if v is None else v.to(DEVICE) for k, v in tensors.items()}
 
 
-def run_kernel(problem, rnn=False, dtype=torch.float32, **others):
-    compute = triton_cell.cell_rnn if rnn else triton_cell.cell
-    computed = evaluate(compute, move_to_device(problem), dtype, **others)
+def run_kernel(problem, dtype=torch.float32, **others):
+    computed = evaluate(triton_cell.cell, move_to_device(problem), dtype, **others)
     return {name: t.cpu() for name, t in computed.items()}
 
 
-def run_oracle(problem, rnn=False):
-    return evaluate(oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell, problem)
+def run_oracle(problem):
+    return evaluate(oracle_cell.solve_cell, problem)
 
 
-def assert_equals_the_loop(problem, tol=3e-4, rnn=False):
-    assert_close(run_kernel(problem, rnn), run_oracle(problem, rnn), tol)
+def assert_equals_the_loop(problem, tol=3e-4):
+    assert_close(run_kernel(problem), run_oracle(problem), tol)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_mamba2_equals_the_loop(sizes):
     ids=str,
 )
 def test_rnn_equals_the_loop(others):
-    assert_equals_the_loop(make_rnn_problem(**{"scale": 1.0, "length": 4, **others}), rnn=True)
+    assert_equals_the_loop(make_rnn_problem(**{"scale": 1.0, "length": 4, **others}))
 
 
 def solve_without_grad(problem, dtype=torch.float32, **others):
