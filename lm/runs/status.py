@@ -174,8 +174,9 @@ def determine_state(run: RunDir, steps: int | None, now: float) -> tuple[str, st
     if failure is not None:
         sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
         exit_code = failure.get("exit_code")
-        known_code = exit_code if isinstance(exit_code, int) else None  # the file may be damaged
-        return STATES_BY_EXIT_CODE.get(known_code, "failed"), str(sentence)
+        if not isinstance(exit_code, int):  # the file is damaged
+            return "failed", str(sentence)
+        return STATES_BY_EXIT_CODE.get(exit_code, "failed"), str(sentence)
     if lease is not None:
         holder = describe_holder(lease)
         return "stopped", f"killed: {holder} does not respond; continue with resume=auto"
