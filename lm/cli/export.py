@@ -41,10 +41,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from lm.runs.path_checks import check_folders, check_run
+    from lm.runs.path_checks import check_folder, check_run
 
     check_run(args.run)
-    check_folders({"--checkpoint": args.checkpoint})
+    check_folder("--checkpoint", args.checkpoint)
 
     from lm.export.export import export
 

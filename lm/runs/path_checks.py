@@ -7,7 +7,7 @@ should appear at once, so nothing slow is imported here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -50,27 +50,10 @@ def check_resume(resume: str) -> None:
         )
 
 
-def check_files(options: Mapping[str, str | Path | None]) -> None:
-    """Refuse options that name a missing file.
-
-    Args:
-        options: {option on the command line: its path, or None if it is not set}.
-
-    Raises:
-        PathError: If a path does not exist, or is a folder.
-    """
-    for name, path in options.items():
-        if path is not None and not Path(path).exists():
-            raise PathError(f"{name} {path}: no such file")
-        if path is not None and Path(path).is_dir():
-            raise PathError(f"{name} {path} is a folder: name a file in it")
-
-
-def check_folders(options: Mapping[str, str | Path | None]) -> None:
-    """Refuse options that name a missing folder; see `check_files` for the argument."""
-    for name, path in options.items():
-        if path is not None and not Path(path).is_dir():
-            raise PathError(f"{name} {path}: no such folder")
+def check_folder(option: str, path: str | Path | None) -> None:
+    """Raise PathError if an option names a folder that does not exist; None: it is not set."""
+    if path is not None and not Path(path).is_dir():
+        raise PathError(f"{option} {path}: no such folder")
 
 
 def check_model(path: Path | str, allow_hub: bool = True) -> Literal["run", "export", "hub"]:
