@@ -30,6 +30,8 @@ MAX_REFLECTIONS = 8
 MAX_GPU_ENTRIES = 65_536  # entries of a token's vectors that one program of a GPU can hold
 NORMS = ("layer", "rms", "none")
 ACTS = ("silu", "relu", "identity")
+# Fields of CellArguments with a gradient, in the order in which the backends return gradients.
+DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
 
 
 class Layout(NamedTuple):

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import cell_arguments
 from lm.kernels.cell_arguments import (
     ACTS,
+    DIFFERENTIABLE,
     NORMS,
     CellArguments,
     Readout,
@@ -42,8 +43,6 @@ from lm.kernels.cpu.build import (
 NARROW = False  # whether raw and weight_y may have a narrower dtype than the other tensors
 CENTROIDS = True  # whether y_{t−1} may be read through centroids
 NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]
-# Fields of CellArguments with a gradient, in the order of the struct's gradients.
-DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
 # Tensors of CellArguments (raw to h0), then of its readout, in the order of `struct Cell`.
 TENSOR_NAMES = (*CellArguments._fields[2:-2], *Readout._fields)
 _KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported, cell_arguments
 from lm.kernels.cell_arguments import (
     ACTS,
+    DIFFERENTIABLE,
     CellArguments,
     Sizes,
     as_cell_arguments,
@@ -55,8 +56,6 @@ CHUNK = 16
 # kernels round y and the rows to bf16; at d = 768 the deviation is 0.07.
 ALLOWED_DEVIATION = 0.2
 MAX_ENTRIES = 2**32  # of a tensor: the kernels' indices have 32 bits
-# Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
-DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
 # Two capability flags: lm/model reads them and `fits` before it calls `cell`. `fits` also accepts
 # layers that these kernels refuse, because `compute` of lm.kernels then calls Triton.
 CENTROIDS = False  # whether y_{t−1} may be read through centroids

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, cell_arguments
 from lm.kernels.cell_arguments import (
+    DIFFERENTIABLE,
     CellArguments,
     Layout,
     Options,
@@ -44,8 +45,6 @@ from lm.kernels.triton.launches import Launch, Schedule, get_schedule
 CHUNK = 64  # tokens of a CUDA graph, and between two states that are saved for the backward pass
 MAX_RECOMPUTED_BYTES = 512 * 2**20  # of the recomputed states of a chunk
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
-DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
 OPTIONAL = ("keep", "gate", "D", "norm_weight", "norm_bias", "h0")
 
 # lm/model reads these three before it calls `cell`.
