@@ -45,8 +45,11 @@ def _serve(args: argparse.Namespace) -> int:
     from lm.common.console import say
 
     if not (Path(args.checkpoint) / "config.json").is_file():
-        fix = f"make one with `fprnn export RUN {args.checkpoint}`"
-        raise PathError(f"{args.checkpoint} is no export: {fix}")
+        export = f"{args.checkpoint}/hf"
+        raise PathError(
+            f"{args.checkpoint} is no export: if it is a run, call `fprnn export {args.checkpoint}"
+            f" {export}` and `fprnn serve {export}`"
+        )
     for package in PACKAGES:
         require(package, "fprnn serve")
 

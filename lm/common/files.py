@@ -328,8 +328,10 @@ def check_types(
 
 
 def _has_type(value: Any, type_: type | tuple) -> bool:
-    # True is an int in Python, but not a number in JSON.
-    return isinstance(value, (int, float) if type_ is float else type_) and value is not True
+    # A bool is an int in Python, but not a number in JSON.
+    return isinstance(value, (int, float) if type_ is float else type_) and (
+        not isinstance(value, bool)
+    )
 
 
 def read_mapping(path: Path | str) -> dict | None:

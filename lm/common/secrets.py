@@ -25,7 +25,10 @@ def mask_logs() -> None:
 
     def make_masked_record(*args, **kwargs) -> logging.LogRecord:
         record = make_record(*args, **kwargs)
-        message = record.getMessage()
+        try:
+            message = record.getMessage()
+        except Exception:  # a malformed call: logging prints the error and continues
+            return record
         masked = mask_credentials(message)
         if masked != message:
             record.msg, record.args = masked, ()

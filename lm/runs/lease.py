@@ -235,7 +235,7 @@ def is_alive(holder: dict) -> bool | None:
         return None
     try:
         os.kill(holder["pid"], 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # OverflowError: the lease is damaged
         return False
     except PermissionError:
         pass  # a process of another user

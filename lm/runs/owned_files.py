@@ -43,6 +43,7 @@ RUN_FILES = re.compile(
     rf"""
       (config\.yaml | metrics\.jsonl | sample\.txt | wandb_id | inspect\.html)
     | (result|failure|environment|deepspeed|init_from|summary|eval|eval-max_iters-\d+)\.json
+    | eval/ (results|agree)\.json                                   # of `fprnn eval`
     | (.*/)? lease\.json (\.\d+)?
     | (.*/)? \.[^/]+\.\d+\.tmp                                     # left by an interrupted write
     | report\.(html|markdown|tex)

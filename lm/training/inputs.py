@@ -14,8 +14,15 @@ from lm.runs.path_checks import check_resume, looks_local
 from lm.training.upcycle import SourceError
 
 
-def check_inputs(cfg: Config) -> None:
+def check_inputs(cfg: Config, is_new: bool = False) -> None:
     """Refuse a configuration that names a missing file or folder.
+
+    A run that continues does not read `init_from`. It has its own tokenizer and its own record of
+    each corpus, so their sources may be gone.
+
+    Args:
+        cfg: Configuration of the run.
+        is_new: True if the run starts from scratch even if its directory has checkpoints.
 
     Raises:
         PathError: If `resume` names no folder.
@@ -24,14 +31,16 @@ def check_inputs(cfg: Config) -> None:
         DataError: If `tokenizer.name`, `data.path` or `data.traces` names nothing that exists.
     """
     check_resume(cfg.resume)
-    # A run that continues does not read init_from.
-    if cfg.init_from is not None and not Path(cfg.run_dir, "checkpoints").exists():
+    run_dir = Path(cfg.run_dir)
+    continues = not is_new and (run_dir / "checkpoints").exists()
+    if cfg.init_from is not None and not continues:
         check_source_folder(Path(cfg.init_from.path).expanduser())
     deepspeed = cfg.engine.deepspeed
     if isinstance(deepspeed, str) and not Path(deepspeed).is_file():
         raise ConfigError(f"engine.deepspeed: cannot read {deepspeed} as JSON: it is no file")
-    check_tokenizer(cfg)
-    check_data(cfg)
+    if not (continues and (run_dir / "tokenizer").is_dir()):
+        check_tokenizer(cfg)
+    check_data(cfg, run_dir / "data" if continues else None)
 
 
 def check_source_folder(path: Path) -> None:
@@ -50,11 +59,17 @@ def check_tokenizer(cfg: Config) -> None:
         raise DataError(f"tokenizer.name {name}: no such folder")
 
 
-def check_data(cfg: Config) -> None:
-    """Raise DataError if `data.path` names no file, or `data.traces` no task."""
+def check_data(cfg: Config, records: Path | None = None) -> None:
+    """Raise DataError if `data.path` names no file, or `data.traces` no task.
+
+    Args:
+        cfg: Configuration of the run.
+        records: Folder with a record of each corpus that the run has used; None for a new run.
+    """
     for source, part in configs_by_source(cfg).items():
+        has_corpus = records is not None and (records / source / "corpus.json").is_file()
         with name_source_in_errors(source):
-            if part.data.path is not None and part.data.source in ENDINGS:
+            if part.data.path is not None and part.data.source in ENDINGS and not has_corpus:
                 source_files(part.data)
             if part.data.source == "traces":
                 traces.check(part.data.traces)

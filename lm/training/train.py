@@ -33,6 +33,7 @@ from lm.training.build import build_model, model_vocab_size
 from lm.training.curriculum import Curriculum
 from lm.training.engine import Engine
 from lm.training.hooks import HookedLoop
+from lm.training.inputs import check_inputs
 from lm.training.optim import describe_optimizer
 from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.process_group import join_process_group, leave_process_group
@@ -69,6 +70,8 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         on_exit.callback(run.release)
         meta_model, deepspeed_config = check(cfg, ranks.world_size)
         check_same_kernels(ranks, meta_model)
+        if overwrite:
+            check_inputs(cfg, is_new=True)  # before the old run is deleted
         ranks.run_on_main(run.claim, cfg, overwrite, say)
         try:
             training = Training(cfg, ranks, run, on_exit, deepspeed_config)

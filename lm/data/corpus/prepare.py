@@ -68,9 +68,7 @@ def prepare(
     if record is not None and record.settings != settings:
         say(f"data     {folder} has another split or tokenizer: prepared again")
         record = None
-    # Earlier versions wrote the corpus into RUN/data itself.
-    is_old_run = read_meta(folder) is not None
-    entry = folder if is_old_run else _find_or_make(cfg.data, tokenizer, folder, record, progress)
+    entry = _find_or_make(cfg.data, tokenizer, folder, record, progress)
     meta = _read_entry(entry)
     verify(entry, meta)
     if record is not None and record.sha256 != meta.sha256:
@@ -80,7 +78,7 @@ def prepare(
         )
     check_enough(meta, cfg.data)
     new_record = Record(_format_entry(entry, folder, cfg.data), settings, meta.sha256)
-    if not is_old_run and new_record != record:
+    if new_record != record:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         counts = {"documents": meta.documents, "tokens": meta.tokens}
@@ -100,9 +98,13 @@ def ensure_on_node(
     """
     folder = corpus_record_folder(run_dir, name)
     record = _read_record(folder)
-    if record is None or _find_corpus(folder, record):
+    if record is None:
         return
-    entry = _find_or_make(cfg.data, tokenizer, folder, record)
+    entry = _find_corpus(folder, record)
+    if entry is None:
+        entry = _find_or_make(cfg.data, tokenizer, folder, record)
+    else:
+        verify(entry, _read_entry(entry))
     if _read_entry(entry).sha256 != record.sha256:
         raise DataError(
             f"{_recorded_entry(folder, record)}, the corpus of {run_dir}, is not on this node: set"
@@ -149,11 +151,11 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
     """
     folder = corpus_record_folder(run_dir, name)
     record = _read_record(folder)
+    if record is None:
+        raise DataError(f"{folder} holds no prepared corpus: run `prepare`")
     entry = _find_corpus(folder, record)
     if entry is not None:
         return open_folder(entry)
-    if record is None:
-        raise DataError(f"{folder} holds no prepared corpus: run `prepare`")
     raise DataError(
         f"{run_dir} uses the corpus {_recorded_entry(folder, record)}, which is missing: continue"
         f" the run with resume=auto, or call `fprnn prepare {run_dir}/config.yaml`, to make it"
@@ -164,7 +166,7 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
 def read_recorded_checksums(run_dir: Path, name: str = "") -> dict[str, str]:
     """Return the recorded sha256 of each file of a run's corpus, or {} without a record."""
     folder = corpus_record_folder(run_dir, name)
-    record = read_mapping(folder / "meta.json") or read_mapping(folder / RECORD) or {}
+    record = read_mapping(folder / RECORD) or {}
     return record.get("sha256") or {}
 
 
@@ -247,15 +249,14 @@ def _format_entry(entry: Path, folder: Path, data: Data) -> str:
 
 def _recorded_entry(folder: Path, record: Record) -> Path:
     """Return the folder of the corpus that a record names."""
-    return Path(os.path.normpath(folder / record.corpus))
+    # `_format_entry` also resolves the links in `folder`.
+    return Path(os.path.normpath(folder.resolve() / record.corpus))
 
 
-def _find_corpus(folder: Path, record: Record | None) -> Path | None:
-    """Find the corpus of a run: in RUN/data, at its recorded path, or in this machine's cache."""
-    candidates = [folder]  # earlier versions wrote into RUN/data itself
-    if record is not None:
-        recorded_entry = _recorded_entry(folder, record)
-        candidates += [recorded_entry, cache.default_root() / recorded_entry.name]
+def _find_corpus(folder: Path, record: Record) -> Path | None:
+    """Find the corpus of a run: at its recorded path, or in this machine's cache."""
+    recorded_entry = _recorded_entry(folder, record)
+    candidates = (recorded_entry, cache.default_root() / recorded_entry.name)
     return next((path for path in candidates if (path / "meta.json").is_file()), None)
 
 

@@ -89,7 +89,7 @@ def report_files(data: Data, listing: Listing) -> None:
     if skipped := listing.skipped:
         text += (
             f", {_format_total(skipped)} skipped ({_format_counts(skipped)};"
-            " data.path='FOLDER/**' reads every file)"
+            " data.path='FOLDER/**' reads every file that is not hidden)"
         )
     _say_once(text)
 
@@ -120,6 +120,7 @@ def _list_folder(folder: Path, source: str) -> Listing:
     content = "it is empty"
     if skipped:
         content = f"it contains {_format_counts(skipped)}; data.path='{folder}/**' reads every file"
+        content += " that is not hidden"
     raise DataError(f"data.path {folder} is a folder without any {expected} file: {content}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import io
@@ -135,7 +136,8 @@ def cut_at_blank_lines(text: str) -> Iterator[str]:
 
 def _read_text(path: Path, _field: str) -> Iterator[str]:
     """Yield a file as one document, or as several if it is larger than MAX_UNCUT_BYTES."""
-    raw = b"".join(_iter_lines(path))
+    with _open(path) as stream:
+        raw = stream.read()
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -146,16 +148,23 @@ def _read_text(path: Path, _field: str) -> Iterator[str]:
         yield text
 
 
-def _iter_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, decompressed according to its ending."""
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file for reading, decompressed according to its ending."""
     import pyarrow as pa  # supports all COMPRESSIONS; Python 3.11 has no zstd
 
     compression = COMPRESSIONS.get(path.suffix.lower())
     try:
         with open(path, "rb") as file, pa.input_stream(file, compression) as stream:
-            yield from io.BufferedReader(stream, 2**20)
+            yield io.BufferedReader(stream, 2**20)
     except OSError as e:
         raise DataError(f"{path} cannot be read: {e.strerror or e}") from None
+
+
+def _iter_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file."""
+    with _open(path) as stream:
+        yield from stream
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:

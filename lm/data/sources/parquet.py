@@ -81,5 +81,6 @@ def check_text_column(source: object, metadata: pq.FileMetaData, field: str) -> 
             "set data.text_field"
         )
     column_type = schema.field(field).type
-    if not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    if not any(check(column_type) for check in is_text):
         raise DataError(f"{source}: column `{field}` holds {column_type}, not strings")

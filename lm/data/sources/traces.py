@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 
 
 class Words:
-    """Text in which syllables stand for elements of a group: "ba bo = bi ; bi be ca = bu ;".
+    """Text in which syllables stand for elements of a group: "ba bo = bo ; bi be ca = ca ;".
 
     The answer after "=" is the product of all elements in the questions up to there, as in the word
     problem of `synthetic/tasks/`.

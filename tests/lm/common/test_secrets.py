@@ -43,6 +43,7 @@ def test_every_output_is_masked(tmp_path, capsys, monkeypatch, caplog):
         mask_logs()
         mask_logs()  # the second call does nothing
         logging.getLogger("huggingface_hub.utils").warning("GET %s/a failed", URL)
+        logging.getLogRecordFactory()("a", 30, "a.py", 1, "malformed", (FutureWarning,), None)
     finally:
         logging.setLogRecordFactory(before)
     shown = [describe_user_error(error), capsys.readouterr().out, caplog.text]

@@ -21,6 +21,7 @@ from lm.data.corpus import tokenizer as tokenizers
 from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.sources.errors import DataError
 from lm.runs.owned_files import describe_foreign_files, make_run_file_test
+from lm.training.inputs import check_inputs
 from tests.forked import ForkedProcess
 from tests.running import FORKS, ROOT, fprnn
 
@@ -279,6 +280,32 @@ def test_run_keeps_its_corpus_without_the_source(cfg, bpe):
     assert prepare_and_count(cfg, bpe)[0].meta == meta
 
 
+def test_continued_run_needs_no_source_or_tokenizer_folder(cfg, bpe, tmp_path):
+    cfg.tokenizer.name = str(tmp_path / "deleted")
+    prepare_and_count(cfg, bpe)
+    os.unlink(cfg.data.path)
+    with pytest.raises(DataError, match="deleted: no such folder"):
+        check_inputs(cfg)
+    (cfg.run_dir / "tokenizer").mkdir()
+    (cfg.run_dir / "checkpoints").mkdir()
+    check_inputs(cfg)
+    with pytest.raises(DataError, match="deleted: no such folder"):
+        check_inputs(cfg, is_new=True)
+    cfg.tokenizer.name = "bpe"
+    with pytest.raises(DataError, match="no such file or folder"):
+        check_inputs(cfg, is_new=True)
+
+
+def test_linked_run_folder_finds_a_relative_cache(cfg, bpe, tmp_path, monkeypatch):
+    (tmp_path / "scratch" / "runs").mkdir(parents=True)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "runs").symlink_to(tmp_path / "scratch" / "runs")
+    monkeypatch.chdir(tmp_path / "project")
+    cfg.out_dir, cfg.data.cache_dir = "runs", "cache"
+    meta = prepare_and_count(cfg, bpe)[0].meta
+    assert open_corpus(cfg.run_dir).meta == meta
+
+
 @pytest.mark.parametrize("source", ["unchanged", "changed", "deleted"])
 def test_missing_corpus_is_made_only_from_the_same_text(cfg, bpe, cache_dir, source, capsys):
     meta = prepare_and_count(cfg, bpe)[0].meta
@@ -317,6 +344,11 @@ def test_node_with_its_own_cache_makes_the_corpus(cfg, bpe, cache_dir, tmp_path)
     cache_dir.rename(tmp_path / "cache of the first node")
     ensure_on_node(cfg, bpe, cfg.run_dir)
     assert open_corpus(cfg.run_dir).meta == meta
+    (entry,) = list_entries(cache_dir)
+    tokens = (entry / "train.bin").read_bytes()
+    (entry / "train.bin").write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
+    with pytest.raises(DataError, match=r"train.bin is damaged"):
+        ensure_on_node(cfg, bpe, cfg.run_dir)
     shutil.rmtree(cache_dir)
     os.unlink(cfg.data.path)
     with pytest.raises(DataError, match="which is missing, and it cannot be made again"):

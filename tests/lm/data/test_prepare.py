@@ -12,7 +12,7 @@ import pytest
 from lm.common.files import OutputError
 from lm.data.corpus import cache, corpus, integrity, tokenising
 from lm.data.corpus.documents import encode_documents
-from lm.data.corpus.prepare import open_corpus, prepare, read_recorded_checksums
+from lm.data.corpus.prepare import open_corpus, prepare
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
 from tests.running import FORKS
@@ -53,23 +53,6 @@ def test_record_is_relative_if_the_run_path_has_two_dots(cfg, bpe, tmp_path):
     record = json.loads((cfg.run_dir / "data" / "corpus.json").read_text())
     assert record["corpus"] == find_entry(cfg).name
     assert open_corpus(cfg.run_dir).meta == meta
-
-
-def test_corpus_of_an_earlier_version_is_used(cfg, bpe):
-    meta = prepare(cfg, bpe, cfg.run_dir).meta
-    folder, entry = cfg.run_dir / "data", find_entry(cfg)
-    for path in entry.iterdir():
-        path.rename(folder / path.name)
-    entry.rmdir()
-    (folder / "corpus.json").unlink()
-    calls = []
-    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: calls.append(done))
-    assert corpus.meta == meta and not calls and not (folder / "corpus.json").exists()
-    assert open_corpus(cfg.run_dir).meta == meta
-    assert read_recorded_checksums(cfg.run_dir) == meta.sha256
-    flip(folder / "train.bin")
-    with pytest.raises(DataError, match=r"data/train.bin is damaged"):
-        prepare(cfg, bpe, cfg.run_dir)
 
 
 def fails(cfg, bpe, match):

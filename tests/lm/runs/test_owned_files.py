@@ -68,6 +68,7 @@ def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
         "checkpoints/last.pt",
         ".tokenizer-a1_b2c3d/tokenizer.json",
         "eval-max_iters-4.json",
+        "eval/results.json",
         "data/corpus-1a/lock",
         "data/corpus-1a/shards.jsonl",
         "data/web/corpus-1a/train.bin",
