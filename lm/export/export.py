@@ -127,7 +127,7 @@ def write_export(
     It replaces an earlier export of the same source, and keeps files that no export wrote.
 
     Args:
-        model: Model of this package; or of transformers, and then no code is written.
+        model: Model of this package.
         out: Folder to write.
         tokenizer: Folder of the tokenizer; None: write no tokenizer.
         name: Title of the model card.

@@ -28,7 +28,17 @@ if TYPE_CHECKING:
 # Requirements of an export, equal to `dependencies` in pyproject.toml (a test compares them).
 REQUIREMENTS = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
 PAPER_URL = "https://arxiv.org/abs/2503.10799"
-PATH_LINE = 'path = "."  # this folder, or the name of the model on the hub'
+EXAMPLE = [
+    "```python",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    'path = "."  # this folder, or the name of the model on the hub',
+    "model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()",
+    "tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
+    'ids = tokenizer("The following", return_tensors="pt")["input_ids"]',
+    "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
+    "```",
+]
 GENERAL_LIMITATION = (
     "This is a research model that continues text. It does not follow instructions, its output may"
     " be false or harmful, and it has the biases of its data. None of this was measured."
@@ -185,8 +195,6 @@ def format_card(
     """
     from huggingface_hub import ModelCardData
 
-    # The export contains code, unless the model's class belongs to transformers.
-    has_code = type(model).__module__.startswith("lm.")
     has_fixed_point = hasattr(model, "fixed_point_blocks") and bool(model.fixed_point_blocks())
     facts = facts or Facts([], [], [], [])
     front_matter = ModelCardData(
@@ -197,18 +205,16 @@ def format_card(
         datasets=facts.datasets or None,
     ).to_yaml()
     licence_text = licence or "unknown (set it with `fprnn export --licence`)"
-    licence_lines = [f"Weights: {licence_text}."]
-    if has_code:
-        licence_lines[0] += " Code of fprnn in this folder: Apache-2.0."
+    licence_line = f"Weights: {licence_text}. Code of fprnn in this folder: Apache-2.0."
     sections = {
-        "Use": _make_example(has_code),
+        "Use": EXAMPLE,
         "The model": _describe_model(model, has_fixed_point),
         "Training": facts.training,
         "Validation": facts.validation,
         "Scores": [SCORES],
         "Limitations": [f"- {text}" for text in (GENERAL_LIMITATION, *facts.limitations)],
-        "Licence": licence_lines,
-        "Versions": _list_versions(has_code),
+        "Licence": [licence_line],
+        "Versions": _list_versions(),
         "Paper": [CITATION] if has_fixed_point else [],
     }
     text = f"---\n{front_matter.rstrip()}\n---\n\n# {name}\n\n{origin}\n"
@@ -216,21 +222,6 @@ def format_card(
         if lines:
             text += f"\n## {title}\n\n" + "\n".join(lines) + "\n"
     return text
-
-
-def _make_example(has_code: bool) -> list[str]:
-    trust = ", trust_remote_code=True" if has_code else ""
-    return [
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        PATH_LINE,
-        f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()",
-        f"tokenizer = AutoTokenizer.from_pretrained(path{trust})",
-        'ids = tokenizer("The following", return_tensors="pt")["input_ids"]',
-        "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
-        "```",
-    ]
 
 
 def _describe_model(model: PreTrainedModel, has_fixed_point: bool) -> list[str]:
@@ -247,7 +238,7 @@ def _describe_model(model: PreTrainedModel, has_fixed_point: bool) -> list[str]:
     return lines
 
 
-def _list_versions(has_code: bool) -> list[str]:
+def _list_versions() -> list[str]:
     import torch
     import transformers
 
@@ -257,4 +248,4 @@ def _list_versions(has_code: bool) -> list[str]:
         f"- Written by fprnn {__version__} with torch {torch.__version__}, transformers"
         f" {transformers.__version__}.",
     ]
-    return [*lines, SPEED] if has_code else lines
+    return [*lines, SPEED]

@@ -33,7 +33,7 @@ from lm.model import checksums
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
-CLOSE_TIMEOUT_S = 20.0  # a rank that ends with an error waits so long for the other ranks' files
+CLOSE_TIMEOUT_S = 20.0  # of a rank that ends with an error, for the files of the other ranks
 FOLDER_NAME = re.compile(r"step-(\d+)")
 
 

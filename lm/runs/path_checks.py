@@ -99,7 +99,7 @@ def looks_local(name: Path | str) -> bool:
 
 
 def _check_on_hub(name: str) -> None:
-    """Refuse a name that is not in the hub's local cache if the hub lacks it or does not respond.
+    """Check that a model is in the local cache or on the hub; raise PathError if it is not.
 
     The loaders of transformers would retry for more than a minute.
     """

@@ -24,7 +24,7 @@ def question_batches(
 
     The gap before a question is the longest gap of the source with which every document fits into
     `seq_len` tokens, or the shortest gap if none fits. A micro-batch has at most as many tokens as
-    a micro-batch of training.
+    a micro-batch of training, or a single document.
     """
     source = source or Traces()
     gap = _find_longest_gap(source, tokenizer, seq_len)

@@ -109,8 +109,8 @@ class StreamLoader:
     The documents, in the order (seed, epoch), are distributed to `data.streams` streams. Each
     stream packs its documents into blocks and has a shuffle buffer with its own generator.
     Micro-batch g of the run is drawn from stream g % streams and goes to rank g % world_size. So
-    the order depends only on the seed and the number of streams, and a run can continue with any
-    number of ranks that divides the number of streams.
+    the order does not depend on the number of ranks, and a run can continue with any number of
+    ranks that divides the number of streams. The micro-batch size must stay the same.
 
     A run reads one commit of the dataset: the newest when the run began. With `data.workers` > 0,
     threads read, tokenise and pack the streams of a rank, which does not change the order.

@@ -158,8 +158,7 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
         return open_folder(entry)
     raise DataError(
         f"{run_dir} uses the corpus {_recorded_entry(folder, record)}, which is missing: continue"
-        f" the run with resume=auto, or call `fprnn prepare {run_dir}/config.yaml`, to make it"
-        " again"
+        " the run with resume=auto to make it again"
     )
 
 

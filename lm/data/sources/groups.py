@@ -38,7 +38,7 @@ class Group:
 
     @lru_cache(maxsize=8)  # noqa: B019 (`get_group` caches as many groups)
     def simplest_first(self) -> np.ndarray:
-        """Return the elements, shape (order,), sorted by their order, then by their conjugates.
+        """Return the elements, shape (order,), sorted by order, then by number of conjugates.
 
         For S5: the identity, 10 transpositions, 15 pairs of transpositions, 20 cycles of three, …
         """

@@ -70,7 +70,7 @@ class Repl:
     def __init__(self, traces: Traces):
         if not re.fullmatch("S[2-9]", traces.group):
             raise DataError(
-                "traces of form `repl` need a group S2 to S9, with so many variables, not"
+                "traces of form `repl` need a group S2 to S9 (S3 has three variables), not"
                 f" `{traces.group}`"
             )
         self.variables = "abcdefghi"[: int(traces.group[1:])]
@@ -131,8 +131,9 @@ def _draw_gap(rng: random.Random, traces: Traces) -> int:
 def iter_questions(
     traces: Traces, gap: int, count: int, split: Literal["validation", "test"]
 ) -> Iterator[Turn]:
-    """Yield `count` turns for testing a model: a document as the question, and the last answer.
+    """Yield `count` test documents as turns.
 
+    The question of a turn is the document up to its last question, the answer belongs to that one.
     Every second document has another question, with its answer, before the last one.
 
     Args:

@@ -310,7 +310,7 @@ def test_linked_run_folder_finds_a_relative_cache(cfg, bpe, tmp_path, monkeypatc
 def test_missing_corpus_is_made_only_from_the_same_text(cfg, bpe, cache_dir, source, capsys):
     meta = prepare_and_count(cfg, bpe)[0].meta
     shutil.rmtree(cache_dir)
-    with pytest.raises(DataError, match="missing: continue the run with resume=auto, or call"):
+    with pytest.raises(DataError, match="missing: continue the run with resume=auto to make it"):
         open_corpus(cfg.run_dir)
     if source == "unchanged":
         assert prepare_and_count(cfg, bpe)[0].meta == meta

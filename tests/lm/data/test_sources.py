@@ -160,6 +160,13 @@ def test_parquet_without_a_text_column_is_refused(tmp_path):
     fails("column `id` holds int64, not strings", **source, text_field="id")
 
 
+def test_parquet_column_of_string_views_is_read(tmp_path):
+    texts = pa.array(["a", "b"]).cast(pa.string_view())
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    data = Data(source="parquet", path=str(tmp_path))
+    assert list(iter_documents(data)) == ["a", "b"]
+
+
 def test_truncated_parquet_is_refused(tmp_path, texts):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": texts}), path)

@@ -259,7 +259,7 @@ def test_line_shows_answers_only_for_traces():
 
 
 def test_invalid_traces_are_refused():
-    with pytest.raises(DataError, match="S2 to S9, with so many variables, not `A5`"):
+    with pytest.raises(DataError, match=r"S2 to S9 \(S3 has three variables\), not `A5`"):
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))

@@ -66,8 +66,9 @@ def test_lease_of_a_killed_process_is_taken_over(path, holder):
     assert not path.exists()
 
 
-def test_reused_process_id_is_dead(path):
+def test_reused_or_impossible_process_id_is_dead(path):
     own_record = Lease(path).record
+    assert leases.is_alive({**own_record, "pid": 10**30}) is False  # a damaged lease
     path.write_text(json.dumps({**own_record, "started": own_record["started"] - 1}))
     messages = []
     Lease(path, messages.append).acquire()

@@ -21,7 +21,7 @@ def load(form: str, group: str, gap: int, num_docs: int = 500, **_: object) -> D
     Args:
         form: Form of the text, as `Traces.form`.
         group: Name of the group, as `Traces.group`.
-        gap: Number of elements between question and fact.
+        gap: Number of elements (`repl`: swaps) before each question.
         num_docs: Number of documents; --metadata '{"num_docs": 2000}' of lm-eval sets it.
     """
     from datasets import Dataset, DatasetDict
