@@ -285,7 +285,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         type=Integer(1, MAX_LENGTH),
         metavar="N",
         help="draw a test sequence of this length, at least 1; with --errors: the longest measured"
-        " length, at least four times the training length (default: 1024)",
+        " length, raised to four times the training length if it is shorter (default: 1024)",
     )
     command.add_argument(
         "--seed", type=SEED, default=0, help="seed of the drawn sequences (default: 0)"

@@ -242,7 +242,7 @@ class Config(lm_schema.Run):
 
     @property
     def defers_centroids(self) -> bool:
-        """True if the model gets its centroids only when the curriculum is over."""
+        """True if centroids, if the model has any, are attached only after the curriculum."""
         return self.train.curriculum is not None and self.init_from is None
 
     @model_validator(mode="after")

@@ -66,7 +66,7 @@ class ErrorControl(NamedTuple):
     by_length: dict[str, dict[int, float]]  # quantity → length → value
     separation: float
     contraction: dict[int, float]  # delay in tokens → value
-    threshold: float  # infinity: no noise reaches it; NaN: the means do not identify the classes
+    threshold: float  # infinity: no noise reaches it; NaN: unreadable with the least noise
     measured_horizon: float  # infinity: longer than all measured lengths
     predicted_horizon: float  # infinity: unlimited; NaN: no threshold
 

@@ -86,7 +86,7 @@ def _load_source(path: str) -> tuple[SourceModel, LoadedRun]:
 def _describe_task_difference(source: Task, target: Task) -> str:
     """Describe differences of two tasks that may change what an id means; "" if there are none."""
     # These fields change which tokens are drawn or labelled, but no id.
-    neutral = {"context", "pairs", "noise", "content", "depth", "supervision"}
+    neutral = {"context", "pairs", "noise", "content", "depth", "supervision", "ngram", "stories"}
     old, new = source.model_dump(exclude=neutral), target.model_dump(exclude=neutral)
     differences = [
         f"task.{name} {old[name]} there, {new[name]} here" for name in new if new[name] != old[name]

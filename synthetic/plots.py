@@ -132,6 +132,11 @@ def draw_curves(
             summary_lengths = find_nearest(means.index, trained_to), means.index.max()
             summary_lines.append(curve[curve["length"].isin(summary_lengths)])
         _finish_panel(ax, panel, runs, log_ratio)
+    # The panels share the axis. Scaled accuracy is below 0 if worse than guessing.
+    if lines["metric"].str.endswith("accuracy").all():
+        axes[0].set_ylim(1.05 * min(0.0, lines["value"].min()), 1.02)
+    else:
+        axes[0].set_ylim(bottom=0)
     add_legend(figure, axes)
 
     # 3. Collect the notes.
@@ -182,12 +187,8 @@ def _finish_panel(ax: Axes, lines: pd.DataFrame, runs: list[FinishedRun], log_ra
     if lines["length"].max() > log_ratio * lines["length"].min():
         ax.set_xscale("log", base=2)
     metric = lines["metric"].iloc[0]
-    ax.set(xlabel="test length (tokens)", ylabel=format_metric(metric))
+    ax.set(xlabel="test length", ylabel=format_metric(metric))
     ax.grid(alpha=0.3)
-    if metric.endswith("accuracy"):  # scaled accuracy is below 0 if worse than guessing
-        ax.set_ylim(1.05 * min(0.0, lines["value"].min()), 1.02)
-    else:
-        ax.set_ylim(bottom=0)
 
 
 def has_learned(runs: list[FinishedRun], label: str) -> bool:
@@ -396,7 +397,7 @@ def draw_training_times(runs: list[FinishedRun], title: str) -> Drawing:
     for length in {run.trained_to for run in runs}:
         ax.axhline(length, color="gray", ls=":", lw=1.3, label="training length")
     ax.set(xlabel="training time (s)", xlim=(0, None), ylim=(0, None))
-    ax.set_ylabel(f"longest solved length (tokens)\n{format_metric(runs[0].headline)} ≥ {SOLVED}")
+    ax.set_ylabel(f"longest solved length\n{format_metric(runs[0].headline)} ≥ {SOLVED}")
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
     seeds_note = "n: training seeds, with a line for each; the marker is the end of training"

@@ -34,6 +34,8 @@ def check_lengths_and_thresholds(cfg: Config, task: tasks.Task, lengths: Sequenc
     task.check_length(longest)
     batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (shortest, longest))
     tasks.check_batch(cfg.task.name, task, batch)
+    if not task.streams:
+        task.is_held_out(longest)  # raises TaskError if a custom task lacks a method
     if curriculum and curriculum.constant_tokens:
         _check_constant_tokens(cfg, task, curriculum.start)
 

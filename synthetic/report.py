@@ -278,8 +278,8 @@ def describe_paper(entry: Report, scale: str) -> str:
     """Return a sentence with the paper's values and the scale that they belong to."""
     if not entry.paper_values:
         return f"The paper's {entry.paper_label} is a figure without numbers."
-    scale_text = "its scale" if scale == "paper" else "its scale, which is not the one used here"
-    return f"The paper ({scale_text}), {entry.paper_values}."
+    scale_text = "the scale used here" if scale == "paper" else "a larger scale than here"
+    return f"Values of the paper ({scale_text}): {entry.paper_values}."
 
 
 # Characters of the tables that pdflatex cannot print.

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from lm.common.console import say
-from lm.common.errors import Stopped, TrainingError
+from lm.common.errors import Stopped, TrainingError, UserError
 from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
 from lm.config.load import build as build_config
@@ -95,7 +95,7 @@ def _train_one_by_one(unfinished: list[Config]) -> list[str]:
             train(cfg)
         except Stopped:
             raise
-        except (TrainingError, FloatingPointError) as e:
+        except (UserError, FloatingPointError) as e:
             say(f"FAILED {cfg.run_dir}: {e}")
             failed.append(f"{cfg.run_dir}: {e}")
     return failed

@@ -51,6 +51,14 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
     section[last] = value
 
 
+def get_key(tree: dict, dotted: str) -> Any:
+    """Return the value under a dotted key of a nested mapping, or None."""
+    value: Any = tree
+    for key in current_key(dotted).split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 class Variant(dict[str, Any]):
     """Named group of dotted keys that a sweep sets together."""
 
@@ -200,7 +208,15 @@ def _build_point(
     tree = copy.deepcopy(tree)
     tree["sweep"] = {}
     set_point(tree, point)
+    axes = [key for key, value in point.items() if not isinstance(value, dict)]
+    values = [get_key(tree, key) for key in axes]
     set_overrides(tree, overrides, schema)
+    for key, value in zip(axes, values):
+        if get_key(tree, key) != value:  # the point's name would contain a wrong value
+            raise ConfigError(
+                f"{origin}: an override changes `{key}`, which is an axis of the sweep: change the"
+                " file, or pass sweep={} and the values of one run"
+            )
     if tree["sweep"]:
         raise ConfigError(
             f"{origin}: an override sets `sweep`, but a run is a point of the file's own sweep:"

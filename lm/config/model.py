@@ -136,7 +136,7 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
         )
 
 
-class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
+class Solver(create_section(SOLVER, Section, "SolverFields")):  # type: ignore[misc]
     """Solver and gradient of fixed-point layers: fields of FPRNNConfig.
 
     They change no shape of a weight, so a run can be resumed and evaluated with another solver.

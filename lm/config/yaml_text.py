@@ -1,4 +1,4 @@
-"""Reading and writing of YAML 1.1 with other numbers, no duplicate keys, and readable errors.
+"""YAML 1.1 with other rules for numbers. Duplicate keys are refused, and errors are readable.
 
 PyYAML, which follows YAML 1.1, reads these forms differently:
 - `1e-3` and `-.5` are numbers here (in PyYAML texts).

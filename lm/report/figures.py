@@ -78,7 +78,14 @@ SPECS = {
         Spec("failed", "Tokens whose solve failed", SHARE, ("failed",), "layer"),
         Spec("bisected", "Tokens that were bisected", SHARE, ("bisected",), "layer"),
         Spec("limited", "Tokens whose gradient may be limited", SHARE, ("limited",), "layer"),
-        Spec("residual", "Residual", "max over tokens", ("residual",), "layer", **LOG),
+        Spec(
+            "residual",
+            "Residual",
+            "mean over sequences of max over tokens",
+            ("residual",),
+            "layer",
+            **LOG,
+        ),
         Spec("adjoint", "Adjoint", "norm / incoming norm", ("adjoint",), "layer", **LOG),
     ],
     "Optimization": [

@@ -43,12 +43,13 @@ class Task:
     Training, validation and test share no sample at the lengths for which `is_held_out` returns
     True (synthetic/tasks/splits.py): samples of different splits differ within the first
     `prefix_length` numbers of their content. Therefore no test sample is a prefix of a training
-    sample either.
+    sample either. Copying tasks and `mod_arithmetic_brackets` hash the whole content, so there
+    samples only differ.
 
     Attributes:
         name: Name of the task in a config.
         vocab_size: Number of ids; inputs and labels run from 0 to vocab_size - 1.
-        chance: Accuracy of guessing (1 / number of possible answers).
+        chance: Accuracy of the best guess of one answer that ignores the input.
         token_names: Name of each id, for display and for typed input; empty: the ids themselves.
         min_length: Shortest sequence length.
         length_step: Valid lengths are min_length, min_length + length_step, and so on.
@@ -122,8 +123,8 @@ class Task:
         Args:
             rng: The only source of randomness.
             batch_size: Number of sequences.
-            lengths: Shortest and longest length; each sequence's length is uniform over the valid
-                lengths of this interval.
+            lengths: Shortest and longest length. The length is uniform over the valid lengths of
+                this interval; a task may draw one for the whole batch. Streams use the longest.
             split: "train", "valid" or "test".
         """
         raise self._missing_method_error("sample(self, rng, batch_size, lengths, split)")

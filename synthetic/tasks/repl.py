@@ -94,5 +94,5 @@ class Repl(UniformLengthTask):
         return Rows(np.stack(content, 1), np.stack(columns, 1), np.stack(labels, 1))
 
     def text(self, ids: np.ndarray) -> str:
-        """Return the session as Python would read it."""
+        """Return the session as text, with its prompts."""
         return "".join(self.tokens[i] for i in ids)

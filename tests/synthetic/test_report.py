@@ -113,7 +113,7 @@ def test_the_papers_values_are_printed_with_their_scale(tmp_path, capsys):
     fabricate_all("tab2", tmp_path)
     report.report("tab2", "small", (f"out_dir={tmp_path}",))
     output = " ".join(capsys.readouterr().out.split())
-    assert "The paper (its scale, which is not the one used here), trained to 40" in output
+    assert "Values of the paper (a larger scale than here): trained to 40" in output
     assert "Mamba 0.136, sLSTM 0.173" in output and "FP-Mamba of 4 reflections 0.384." in output
     text = report.describe_paper(report.REPORTS["catbabi"], "paper")
     assert text.startswith("The paper (its scale), 10k questions a task, 1 and 2 layers: Mamba")

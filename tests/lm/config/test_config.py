@@ -251,9 +251,16 @@ def test_job_index_picks_a_point_and_overrides_come_last(tmp_path):
     cfg = load(tmp_path, SWEEP, job_index=4)
     assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 2e-3)
     assert cfg.name == "s/004-mixer=dplr-lr=0.002"
-    cfg = load(tmp_path, SWEEP, "optim.lr=1", "name=mine", job_index=4)
-    assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 1.0)
+    cfg = load(tmp_path, SWEEP, "optim.warmup=1", "name=mine", job_index=4)
+    assert (cfg.model.mixer, cfg.optim.warmup) == ("dplr", 1.0)
     assert cfg.name == "mine/004-mixer=dplr-lr=0.002"
+
+
+@pytest.mark.parametrize("override", ["optim.lr=1", "optim={lr: 1}", "model.mixer=kronecker"])
+def test_an_override_of_an_axis_is_refused(tmp_path, override):
+    key = "model.mixer" if "mixer" in override else "optim.lr"
+    with pytest.raises(ConfigError, match=f"an override changes `{key}`, which is an axis"):
+        load(tmp_path, SWEEP, override, job_index=4)
 
 
 def test_variants_set_several_keys_under_a_name(tmp_path):
