@@ -116,7 +116,9 @@ def test_the_papers_values_are_printed_with_their_scale(tmp_path, capsys):
     assert "Values of the paper (a larger scale than here): trained to 40" in output
     assert "Mamba 0.136, sLSTM 0.173" in output and "FP-Mamba of 4 reflections 0.384." in output
     text = report.describe_paper(report.REPORTS["catbabi"], "paper")
-    assert text.startswith("The paper (its scale), 10k questions a task, 1 and 2 layers: Mamba")
+    assert text.startswith(
+        "Values of the paper (the scale used here): 10k questions a task, 1 and 2 layers: Mamba"
+    )
     assert "Fig. 4 is a figure without numbers" in report.describe_paper(report.REPORTS["fig4"], "")
 
 
