@@ -200,9 +200,10 @@ class _Scores:
         self.values: dict[str, list[np.ndarray]] = {}  # metric → items of each batch
         self.groups: dict[str, list[np.ndarray]] = {}  # metric → groups of these items
         self.sample_hashes: list[np.ndarray] = []  # of each batch; empty for streams
+        self.label_count = 0  # of all batches so far
 
-    def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
-        """Score the predictions (b,l) for batch `number`; equal sequences share a group."""
+    def add(self, batch: Batch, predicted: np.ndarray) -> None:
+        """Score the predictions (b,l) for a batch; equal sequences share a group."""
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
             self.sample_hashes.append(splits.hash_samples(batch.input_ids, lengths))
@@ -210,11 +211,12 @@ class _Scores:
         for name, items in self.task.score(predicted, batch).items():
             row = item_rows.get(name, np.arange(len(items)))
             if self.task.streams:
-                group = row + number * batch.labels.size  # no two batches share a group
+                group = row + self.label_count  # no two batches share a group
             else:
                 group = self.sample_hashes[-1][row]
             self.values.setdefault(name, []).append(items)
             self.groups.setdefault(name, []).append(group)
+        self.label_count += batch.labels.size
 
     def summarize(self) -> dict[str, dict[str, float]]:
         """Return {"metrics", "stderr"}: for each metric the mean of all items and its error."""
@@ -262,7 +264,7 @@ def _score_batches(
     statistics: list = []
     first_batch: BatchTensors | None = None
     state = None
-    for number, batch in enumerate(batches):
+    for batch in batches:
         tensors = move_to_device(batch, device)
         initial_state: Any = state if batch.is_continuation else None
         answers = compute_answers(
@@ -271,7 +273,7 @@ def _score_batches(
         if scores.task.streams:
             state = limit_attention(answers.state, tensors.input_ids.shape[1])
         statistics += [entry for entry in answers.statistics if entry is not None]
-        scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
+        scores.add(batch, answers.logits.argmax(-1).cpu().numpy())
         first_batch = first_batch or tensors
     return statistics, first_batch
 

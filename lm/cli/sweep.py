@@ -64,8 +64,8 @@ def _sweep(args: argparse.Namespace) -> int:
 def run_points(path: str, configs: list[Config], overrides: list[str], gpus: int | None) -> int:
     """Train the unfinished points of a sweep, one after the other.
 
-    A finished or diverged point is trained again if only `train.steps` differs. If it was trained
-    with other settings, they are named, and the point counts as failed.
+    A finished or diverged point is continued if only `train.steps` differs. If it was trained with
+    other settings, they are named, and the point counts as failed.
 
     Args:
         path: The YAML.

@@ -27,7 +27,7 @@ class Repl(UniformLengthTask):
 
     Tokens are the same as in Python's tokenizer, except that `>>>` and `print(` are single tokens.
     The length counts swaps. The input does not contain the printed output. The state is a
-    permutation: the model reads each swap from eight tokens, and an answer shows only one value.
+    permutation: the model reads each swap from nine tokens, and an answer shows only one value.
     With five variables or more the task is as hard as the word problem of S5 (beyond TC⁰ if
     TC⁰ ≠ NC¹).
 
