@@ -20,6 +20,7 @@ from lm.runs.metrics import (
     format_marked_iterations,
     iter_metrics,
 )
+from lm.runs.path_checks import looks_local
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Requirements of an export, equal to `dependencies` in pyproject.toml (a test compares them).
 REQUIREMENTS = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
+PATH_KEYS = ("path", "download_dir", "cache_dir")
 PAPER_URL = "https://arxiv.org/abs/2503.10799"
 EXAMPLE = [
     "```python",
@@ -141,14 +143,17 @@ def _describe_validation(run: RunDir, step: int) -> list[str]:
     return lines
 
 
-def _strip_folders(value: Any) -> Any:
-    """Return a value of a configuration with each path reduced to its file name."""
+def _strip_folders(value: Any, key: str = "") -> Any:
+    """Return the value of a key of a configuration, with each path reduced to its file name."""
     if isinstance(value, dict):
-        return {key: _strip_folders(item) for key, item in value.items()}
+        return {name: _strip_folders(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_strip_folders(item) for item in value]
+        return [_strip_folders(item, key) for item in value]
     is_path = isinstance(value, str) and (
-        value.startswith((".", "/", "~")) or os.path.exists(value)
+        key in PATH_KEYS
+        or value.startswith((".", "/", "~"))
+        or ("/" in value and looks_local(value))
+        or os.path.exists(value)
     )
     return Path(value).name if is_path else value
 

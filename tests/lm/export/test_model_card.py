@@ -93,3 +93,18 @@ def test_card_of_a_baseline_cites_no_paper(tmp_path):
 def test_requirements_are_the_dependencies_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert list(model_card.REQUIREMENTS) == project["dependencies"]
+
+
+def test_paths_of_a_configuration_lose_their_folders():
+    """Even globs and folders that are not on this machine."""
+    config = {
+        "data": {"path": "data/code/*.jsonl", "cache_dir": "my/cache"},
+        "tokenizer": {"name": "runs/first/tokenizer"},
+    }
+    assert model_card._strip_folders(config) == {
+        "data": {"path": "*.jsonl", "cache_dir": "cache"},
+        "tokenizer": {"name": "tokenizer"},
+    }
+    assert model_card._strip_folders({"name": "EleutherAI/gpt-neox-20b"}) == {
+        "name": "EleutherAI/gpt-neox-20b"
+    }
