@@ -102,7 +102,8 @@ def _make_layer_frame(run: RunFiles) -> pd.DataFrame:
 def describe_state(run: RunFiles) -> str:
     """Return a sentence such as "demo is running: process 9 on n0; update 40 of 450"."""
     status = run.status
-    line = f"{run.label} is {status.state}"
+    verb = "has" if status.state == "diverged" else "is"
+    line = f"{run.label} {verb} {status.state}"
     if status.text:
         line += f": {status.text}"
     if status.state != "done":

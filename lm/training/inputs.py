@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lm.common.errors import ConfigError
@@ -32,7 +33,8 @@ def check_inputs(cfg: Config, is_new: bool = False) -> None:
     """
     check_resume(cfg.resume)
     run_dir = Path(cfg.run_dir)
-    continues = not is_new and (run_dir / "checkpoints").exists()
+    # os.path.isdir, unlike Path.exists, raises no error for a path that is too long.
+    continues = not is_new and os.path.isdir(run_dir / "checkpoints")
     if cfg.init_from is not None and not continues:
         check_source_folder(Path(cfg.init_from.path).expanduser())
     deepspeed = cfg.engine.deepspeed

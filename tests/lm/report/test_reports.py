@@ -339,7 +339,7 @@ def test_report_of_a_running_run(tmp_path, undrawn):
     (folder / "lease.json").unlink()
     failure = {"sentence": "the loss is nan", "exit_code": 76}
     (folder / "failure.json").write_text(json.dumps(failure))
-    assert "live is failed: the loss is nan; update 28 of 40" in write_report(folder)
+    assert "live has diverged: the loss is nan; update 28 of 40" in write_report(folder)
 
 
 def test_report_before_the_first_record(tmp_path, undrawn):
