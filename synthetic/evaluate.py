@@ -200,7 +200,7 @@ class _Scores:
         self.values: dict[str, list[np.ndarray]] = {}  # metric → items of each batch
         self.groups: dict[str, list[np.ndarray]] = {}  # metric → groups of these items
         self.sample_hashes: list[np.ndarray] = []  # of each batch; empty for streams
-        self.label_count = 0  # of all batches so far
+        self.label_count = 0  # number of labels in the added batches
 
     def add(self, batch: Batch, predicted: np.ndarray) -> None:
         """Score the predictions (b,l) for a batch; equal sequences share a group."""

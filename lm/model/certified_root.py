@@ -143,7 +143,10 @@ def _newton(e, s, is_searched, eps):
 def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
     """Return whether damped Picard from zero can converge only to this root, for steps in (0, 1].
 
-    phi_0: φ(0), (n,). root: A root of each equation, (n,).
+    Args:
+        e: The equations.
+        phi_0: φ(0), (n,).
+        root: A root of each equation, (n,).
     """
     side = torch.where(root < 0, -1.0, 1.0)
     e, root, phi_0 = e.mirror(side), side * root, side * phi_0  # now root ≥ 0

@@ -49,7 +49,7 @@ class Task:
     Attributes:
         name: Name of the task in a config.
         vocab_size: Number of ids; inputs and labels run from 0 to vocab_size - 1.
-        chance: Accuracy of the best guess of one answer that ignores the input.
+        chance: Highest accuracy per answer of a guess that does not read the input.
         token_names: Name of each id, for display and for typed input; empty: the ids themselves.
         min_length: Shortest sequence length.
         length_step: Valid lengths are min_length, min_length + length_step, and so on.

@@ -133,7 +133,8 @@ def iter_questions(
 ) -> Iterator[Turn]:
     """Yield `count` test documents as turns.
 
-    The question of a turn is the document up to its last question, the answer belongs to that one.
+    The question of a turn is the document up to its last question. The answer belongs to the last
+    question.
     Every second document has another question, with its answer, before the last one.
 
     Args:
