@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lm.common.console import say
 from lm.common.files import read_json
 from lm.config.plugin import guard_imports
 from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMState
@@ -79,21 +80,18 @@ def build_model(cfg: Config, task: tasks.Task, max_length: int) -> BuiltModel:
     return BuiltModel(model.to(device), device, precision)
 
 
-def find_newest_state(
-    run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
-) -> dict | None:
+def find_newest_state(run: RunDir, device: torch.device | str = "cpu") -> dict | None:
     """Read the newest complete checkpoint without NaN; return None if there is no checkpoint.
 
     Args:
         run: The run directory.
         device: Device to load the tensors on.
-        say: Prints a line for each checkpoint that is skipped.
 
     Raises:
         CheckpointError: If there are checkpoints, but none can be used.
         RunDirError: If the checkpoints were trained with another config.
     """
-    path = find_newest_checkpoint(run.checkpoints, say)
+    path = find_newest_checkpoint(run.checkpoints)
     if path is None:
         return None
     check_checkpoint_config(path, read_json(path / MANIFEST), run, load_config(run.config))
@@ -103,7 +101,7 @@ def find_newest_state(
         if not problem:
             return state
         say(f"skipped checkpoint {path}: {problem}")
-        path = find_newest_checkpoint(run.checkpoints, say, before=checkpoint_step(path))
+        path = find_newest_checkpoint(run.checkpoints, before=checkpoint_step(path))
     raise CheckpointError(
         f"every complete checkpoint in {run.checkpoints} contains NaN or infinity: train from"
         " scratch with --overwrite"

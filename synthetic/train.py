@@ -68,7 +68,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     """
     training = Training(cfg, overwrite)
     run = RunDir(cfg.run_dir)
-    run.claim(cfg, overwrite, say)  # only after the checks: refused configs leave no trace
+    run.claim(cfg, overwrite)  # only after the checks: refused configs leave no trace
     try:
         training.start(run)
         training.fit()
@@ -167,11 +167,11 @@ class Training(Loop):
             CheckpointError: If the checkpoint cannot be used.
         """
         self.run = run
-        self.profile = Profile(self.cfg.log.profile, run.profile, say)
+        self.profile = Profile(self.cfg.log.profile, run.profile)
         manifest = {"config": self.cfg.model_dump(mode="json")}
         self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, manifest)
         self._print_setup()
-        saved = find_newest_state(run, self.device, say)
+        saved = find_newest_state(run, self.device)
         if saved is not None:
             self._resume(saved)
         elif self.initial_weights is not None:
@@ -263,7 +263,7 @@ class Training(Loop):
         """
         steps = self.cfg.train.steps
         self.solver = describe_solver(self.model.train())  # "none" without a solver
-        self.failure_watch = FailureWatch(say, self.solver)
+        self.failure_watch = FailureWatch(self.solver)
         self.fit_start = time.perf_counter()
         self._start_window()
         self.batches = self._batches()
@@ -381,9 +381,9 @@ class Training(Loop):
         """Load a checkpoint, except for the position in the data; see `Loop.roll_back`."""
         next_batch = self.batch_number
         saved = None
-        if rollback_checkpoint(self.run.checkpoints, self.rollback_step, say):
+        if rollback_checkpoint(self.run.checkpoints, self.rollback_step):
             with contextlib.suppress(CheckpointError):  # raised if no checkpoint can be used
-                saved = find_newest_state(self.run, self.device, say)
+                saved = find_newest_state(self.run, self.device)
         if saved is None:
             return False
         seconds = self.seconds  # not the checkpoint's: `fit_start` counts the time of this process

@@ -69,6 +69,16 @@ def tiny(tmp_path):
 
 
 @pytest.fixture
+def messages(monkeypatch):
+    """List of the messages that the code under test prints in this process."""
+    from lm.common.console import say
+
+    printed = []
+    monkeypatch.setattr(type(say), "__call__", lambda self, text: printed.append(str(text)))
+    return printed
+
+
+@pytest.fixture
 def undrawn(monkeypatch):
     """Make reports draw no figures, which would take most of the time."""
     from lm.report import figures

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lm.common.console import say
 from lm.common.errors import UserError
 from lm.common.files import DamagedError, read_json, sync, write_json, writing
 from lm.common.ranks import Ranks
@@ -352,14 +353,11 @@ def verify(path: Path, cached: bool = False) -> dict:
     return manifest
 
 
-def find_newest_checkpoint(
-    folder: Path, say: Callable[[str], None] = print, before: float = math.inf
-) -> Path | None:
+def find_newest_checkpoint(folder: Path, before: float = math.inf) -> Path | None:
     """Return the newest complete checkpoint in a folder, or None if the folder has none.
 
     Args:
         folder: Folder of all checkpoints.
-        say: Prints the checkpoints that are skipped.
         before: Only consider checkpoints with fewer updates.
 
     Raises:
@@ -383,14 +381,13 @@ def find_newest_checkpoint(
 
 
 def resume_checkpoint(
-    resume: str, folder: Path, say: Callable[[str], None] = print, before: float = math.inf
+    resume: str, folder: Path, before: float = math.inf
 ) -> tuple[Path, dict] | None:
     """Return (folder, manifest) of the checkpoint that `resume` selects, or None.
 
     Args:
         resume: never, auto (the newest complete checkpoint in `folder`), or a checkpoint's folder.
         folder: Folder of the run's checkpoints.
-        say: Prints the checkpoints that are skipped.
         before: With auto, only consider checkpoints with fewer updates.
 
     Raises:
@@ -399,14 +396,12 @@ def resume_checkpoint(
     if resume == "never":
         return None
     if resume == "auto":
-        path = find_newest_checkpoint(folder, say, before)
+        path = find_newest_checkpoint(folder, before)
         return None if path is None else (path, read_json(path / MANIFEST))
     return Path(resume), verify(Path(resume))
 
 
-def rollback_checkpoint(
-    folder: Path, rollback_step: int | None, say: Callable[[str], None] = print
-) -> tuple[Path, dict] | None:
+def rollback_checkpoint(folder: Path, rollback_step: int | None) -> tuple[Path, dict] | None:
     """Return (folder, manifest) of the checkpoint to roll back to, or None if none is complete.
 
     This is the newest checkpoint. If the last rollback did not help, it is the next older one, and
@@ -416,15 +411,14 @@ def rollback_checkpoint(
         folder: Folder of the run's checkpoints.
         rollback_step: Step of the checkpoint that the last rollback restored, if nothing has been
             saved since; otherwise None.
-        say: Prints the checkpoints that are skipped.
     """
     if rollback_step is not None:
-        older = resume_checkpoint("auto", folder, say, before=rollback_step)
+        older = resume_checkpoint("auto", folder, before=rollback_step)
         if older is not None:
             delete_later_checkpoints(folder, older[1]["step"])
             return older
     try:
-        return resume_checkpoint("auto", folder, say)
+        return resume_checkpoint("auto", folder)
     except CheckpointError:  # none is complete
         return None
 

@@ -10,9 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from lm.common.console import say
 from lm.common.errors import UserError
 from lm.common.files import read_mapping, writing
 
@@ -39,14 +39,13 @@ class Lease:
 
     Args:
         path: The file.
-        say: Prints a note about a lease that was left by a dead process.
 
     Attributes:
         record: Content of the file while this process holds the lease.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print):
-        self.path, self.say = Path(path), say
+    def __init__(self, path: Path):
+        self.path = Path(path)
         self.record = _describe_process()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +109,7 @@ class Lease:
         folder = self.path.parent
         is_running = is_alive(holder)
         if is_running is None:
-            self.say(
+            say(
                 f"note: {folder} is held by {describe_holder(holder)}: waiting"
                 f" {PATIENCE_S:.0f} s to see whether it responds"
             )
@@ -121,7 +120,7 @@ class Lease:
                 f"{folder} is in use by {describe_holder(holder)}: stop that process, or choose"
                 " another `name` (two processes would damage the run directory)"
             )
-        self.say(f"note: {folder} was left by {describe_holder(holder)}, which is gone: taken over")
+        say(f"note: {folder} was left by {describe_holder(holder)}, which is gone: taken over")
 
     def _wait_for_touch(self) -> bool:
         """Wait up to PATIENCE_S; return True if the file is touched, False if not or if deleted."""

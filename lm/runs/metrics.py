@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lm.common.cards import find_local_card
+from lm.common.console import say
 from lm.common.files import CONTROL, parse_json, printable
 
 # Function that concatenates a tensor of all ranks along the last dimension.
@@ -211,12 +212,10 @@ class FailureWatch:
     """Warns once per layer if too many of its tokens were not solved, or are ill-conditioned.
 
     Args:
-        say: Prints the warning.
         solver: As `model.solver()` returns it.
     """
 
-    def __init__(self, say: Callable[[str], None], solver: dict | str):
-        self.say = say
+    def __init__(self, solver: dict | str):
         self.solver = solver
         self.warned_layers: set[int] = set()
 
@@ -229,7 +228,7 @@ class FailureWatch:
         """
         for layer, sentence in find_failures(measured, self.solver).items():
             if layer not in self.warned_layers:
-                self.say(f"warning: {where}: {sentence}")
+                say(f"warning: {where}: {sentence}")
                 self.warned_layers.add(layer)
 
 

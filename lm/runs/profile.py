@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import profiler
 
+from lm.common.console import say
 from lm.common.files import OutputError, writing
 
 
@@ -20,13 +21,10 @@ class Profile:
     Args:
         updates: (first, last), or None for no profile.
         folder: Folder of the file, made when the file is written.
-        say: Prints a sentence.
     """
 
-    def __init__(
-        self, updates: tuple[int, int] | None, folder: Path, say: Callable[[str], None] = print
-    ):
-        self.updates, self.folder, self.say = updates, Path(folder), say
+    def __init__(self, updates: tuple[int, int] | None, folder: Path):
+        self.updates, self.folder = updates, Path(folder)
         self._profiler: profiler.profile | None = None
         self._first = 0  # first update in the profile
 
@@ -54,7 +52,7 @@ class Profile:
             with contextlib.suppress(Exception):
                 self._profiler.stop()
             self._profiler = None
-            self.say(f"note: the run ends before update {self.updates[1]}: no profile is written")
+            say(f"note: the run ends before update {self.updates[1]}: no profile is written")
 
     def _finish(self, profile: profiler.profile, number: int) -> None:
         """Stop the profile and write its file."""
@@ -64,7 +62,7 @@ class Profile:
         with writing(trace):
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(trace))
-        self.say(f"profile  of updates {self._first} to {number}: {trace}")
+        say(f"profile  of updates {self._first} to {number}: {trace}")
 
     @contextlib.contextmanager
     def _errors_as_warnings(self) -> Iterator[None]:
@@ -74,4 +72,4 @@ class Profile:
         except Exception as e:
             self.updates = None
             reason = str(e) if isinstance(e, OutputError) else repr(e)
-            self.say(f"warning: no profile (log.profile): {reason}; training continues")
+            say(f"warning: no profile (log.profile): {reason}; training continues")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
+from lm.common.console import say
 from lm.common.errors import (
     ConfigError,
     DivergedOnOneRank,
@@ -96,7 +96,7 @@ class RunDir:
         """True if the directory has a config.yaml and a trace of an update."""
         return self.holds_run and self.is_started
 
-    def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
+    def claim(self, cfg: Run, overwrite: bool) -> None:
         """Claim the directory until `release`, for a new run or to continue the run in it.
 
         A run without an update (its start failed) is replaced. Only files that fprnn wrote are
@@ -107,7 +107,6 @@ class RunDir:
             cfg: Config of the run. `lm.config.resuming` defines which keys may differ from the
                 config of a run that is continued.
             overwrite: Delete the run in the directory.
-            say: Prints a note.
 
         Raises:
             RunDirError: If the directory holds a run and neither `resume` nor `overwrite` is set; a
@@ -133,10 +132,10 @@ class RunDir:
             self._refuse_foreign_files()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        lease = Lease(self.lease, say)
+        lease = Lease(self.lease)
         lease.acquire()
         try:
-            self._prepare_folder(cfg, overwrite, say)
+            self._prepare_folder(cfg, overwrite)
         except BaseException:
             lease.release()
             raise
@@ -189,7 +188,7 @@ class RunDir:
             with contextlib.suppress(Exception):  # the disk itself may have failed
                 write_json(self.failure, {"sentence": sentence, "exit_code": exit_status(error)})
 
-    def _prepare_folder(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
+    def _prepare_folder(self, cfg: Run, overwrite: bool) -> None:
         """Check the run to continue; otherwise delete an old run and write config.yaml."""
         if self.can_be_continued and not overwrite:
             if cfg.resume == "never":
@@ -197,7 +196,7 @@ class RunDir:
                     f"{self} already holds a run: continue it with resume=auto, choose another"
                     " `name`, or delete it with --overwrite"
                 )
-            _check_resumed_config(cfg, self.config, say)
+            _check_resumed_config(cfg, self.config)
             if cfg.resume == "auto":
                 self._refuse_lost_checkpoints()
             self.failure.unlink(missing_ok=True)
@@ -352,7 +351,7 @@ def _flatten(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _check_resumed_config(cfg: Run, old_path: Path, say: Callable[[str], None]) -> None:
+def _check_resumed_config(cfg: Run, old_path: Path) -> None:
     """Compare with the config in `old_path`: refuse forbidden changes, and print other changes."""
     # The schema fills in keys that are newer than the run.
     old_cfg = build(load_tree(old_path), str(old_path), type(cfg))

@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from lm.common.console import say
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
 from lm.runs.metrics import (
@@ -37,7 +36,7 @@ class Recorder:
         flops = fit_flops(model.flops_per_token, cfg.data.seq_len)
         self.throughput = Throughput(flops, ranks.world_size)
         self.has_solver = cfg.model.has_fixed_point
-        self.failure_watch = FailureWatch(say, model.solver() if self.has_solver else "none")
+        self.failure_watch = FailureWatch(model.solver() if self.has_solver else "none")
         self._reports: list = []  # FixedPointReports since the last record
 
     def count(self, update: Update, passes: int) -> None:

@@ -72,7 +72,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         check_same_kernels(ranks, meta_model)
         if overwrite:
             check_inputs(cfg, is_new=True)  # before the old run is deleted
-        ranks.run_on_main(run.claim, cfg, overwrite, say)
+        ranks.run_on_main(run.claim, cfg, overwrite)
         try:
             training = Training(cfg, ranks, run, on_exit, deepspeed_config)
             training.resume()
@@ -134,14 +134,14 @@ class Training(HookedLoop):
         self.signals = on_exit.enter_context(StopSignals())
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled_updates = cfg.log.profile if ranks.is_main else None
-        self.profile = Profile(profiled_updates, run.profile, say)
+        self.profile = Profile(profiled_updates, run.profile)
         on_exit.callback(self.profile.close)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
         manifest = training_manifest(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, manifest)
         on_exit.callback(self.checkpoints.close)
         # Folder and manifest of the checkpoint from which this run continues, or None.
-        self.checkpoint = ranks.run_on_main(resume_checkpoint, cfg.resume, run.checkpoints, say)
+        self.checkpoint = ranks.run_on_main(resume_checkpoint, cfg.resume, run.checkpoints)
         data = open_run_data(cfg, ranks, run, self.checkpoint, self.signals)
         self.checkpoints.manifest |= data.fingerprint
         self.tokenizer, self.batches, self.held_out = data.tokenizer, data.batches, data.held_out
@@ -313,7 +313,7 @@ class Training(HookedLoop):
     def roll_back(self) -> bool:
         """Restore weights and optimizer from the newest usable checkpoint; see `Loop`."""
         checkpoint = self.ranks.run_on_main(
-            rollback_checkpoint, self.run.checkpoints, self.rollback_step, say
+            rollback_checkpoint, self.run.checkpoints, self.rollback_step
         )
         if checkpoint is None:
             return False

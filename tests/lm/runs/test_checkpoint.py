@@ -10,10 +10,10 @@ from lm.runs.run_dir import RunDir, RunDirError
 from lm.training.reshard import consolidate_weights
 
 
-def claim(cfg, overwrite=False, say=print):
+def claim(cfg, overwrite=False):
     """Claim and release a run directory."""
     run = RunDir(cfg.run_dir)
-    run.claim(cfg, overwrite, say)
+    run.claim(cfg, overwrite)
     run.save_config(cfg)
     run.release()
 
@@ -101,14 +101,9 @@ def test_run_older_than_auto_values_resumes(tiny):
         claim(tiny("resume=auto"), False)
 
 
-def test_resumed_run_may_change_the_solver(tiny):
+def test_resumed_run_may_change_the_solver(tiny, messages):
     config_path = start_run(tiny())
-    messages = []
-    claim(
-        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"),
-        False,
-        messages.append,
-    )
+    claim(tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False)
     assert messages == [
         "note: solver.gradient was 'exact', is 'one_step': training continues with the new values"
     ]
@@ -123,10 +118,11 @@ def test_resumed_run_may_change_the_solver(tiny):
         (("model.name=lstm",), ("model.name=lstm", "solver.tol=0.5")),  # a model without a solver
     ],
 )
-def test_auto_values_and_baseline_solvers_are_no_change(tiny, overrides, resumed_overrides):
+def test_auto_values_and_baseline_solvers_are_no_change(
+    tiny, messages, overrides, resumed_overrides
+):
     start_run(tiny(*overrides))
-    messages = []
-    claim(tiny("resume=auto", *resumed_overrides), False, messages.append)
+    claim(tiny("resume=auto", *resumed_overrides), False)
     assert messages == []
 
 

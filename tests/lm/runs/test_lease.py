@@ -54,11 +54,10 @@ def test_second_process_is_refused_with_the_holder(path, holder):
     assert json.loads(path.read_text())["pid"] == holder.pid
 
 
-def test_lease_of_a_killed_process_is_taken_over(path, holder):
+def test_lease_of_a_killed_process_is_taken_over(path, holder, messages):
     os.kill(holder.pid, signal.SIGKILL)
     time.sleep(0.1)  # a zombie until `wait`
-    messages = []
-    lease = Lease(path, messages.append)
+    lease = Lease(path)
     lease.acquire()
     assert f"was left by process {holder.pid}" in messages[0] and "taken over" in messages[0]
     assert json.loads(path.read_text())["pid"] == os.getpid()
@@ -66,12 +65,11 @@ def test_lease_of_a_killed_process_is_taken_over(path, holder):
     assert not path.exists()
 
 
-def test_reused_or_impossible_process_id_is_dead(path):
+def test_reused_or_impossible_process_id_is_dead(path, messages):
     own_record = Lease(path).record
     assert leases.is_alive({**own_record, "pid": 10**30}) is False  # a damaged lease
     path.write_text(json.dumps({**own_record, "started": own_record["started"] - 1}))
-    messages = []
-    Lease(path, messages.append).acquire()
+    Lease(path).acquire()
     assert "taken over" in messages[0]
 
 
@@ -123,15 +121,15 @@ def keep_touching(path):
     ],
     ids=str,
 )
-def test_remote_holder_lives_while_it_touches_the_lease(path, holder_fields):
+def test_remote_holder_lives_while_it_touches_the_lease(path, holder_fields, messages):
     # 2**22 + 1 is above the largest process id, so a look-up on this host would call it dead.
     record = Lease(path).record | {"pid": 2**22 + 1, "job": "4711"}
     path.write_text(json.dumps(record | holder_fields))
     with keep_touching(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
-        Lease(path, lambda _: None).acquire()
-    messages = []
+        Lease(path).acquire()
+    messages.clear()
     start_time = time.monotonic()
-    Lease(path, messages.append).acquire()
+    Lease(path).acquire()
     assert time.monotonic() - start_time >= leases.PATIENCE_S
     assert "is held by process 4194305 on" in messages[0] and "waiting" in messages[0]
     assert "taken over" in messages[1]
@@ -142,15 +140,14 @@ def test_incomplete_lease_belongs_to_its_writer(path):
     write = threading.Timer(0.1, lambda: path.write_text(json.dumps(Lease(path).record)))
     write.start()
     with pytest.raises(LeaseError, match=f"is in use by process {os.getpid()} on"):
-        Lease(path, lambda _: None).acquire()
+        Lease(path).acquire()
     write.join()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\0\0"])
-def test_damaged_lease_is_taken_over_after_waiting(path, text):
+def test_damaged_lease_is_taken_over_after_waiting(path, text, messages):
     path.write_text(text)
-    messages = []
-    lease = Lease(path, messages.append)
+    lease = Lease(path)
     lease.acquire()
     assert "an unknown process" in messages[0] and "taken over" in messages[1]
     lease.release()
@@ -177,7 +174,7 @@ def test_one_of_many_processes_gets_the_lease(path):
     def acquire_at_start():
         start.wait()
         try:
-            Lease(path, lambda _: None).acquire()
+            Lease(path).acquire()
             winners.put(os.getpid())
             time.sleep(2)
         except LeaseError:

@@ -104,9 +104,8 @@ def test_adjoint_is_the_maximum_per_layer(norms, adjoint):
 EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
 
 
-def test_unsolved_tokens_warn_once_per_layer():
-    messages = []
-    watch = metrics.FailureWatch(messages.append, EXACT)
+def test_unsolved_tokens_warn_once_per_layer(messages):
+    watch = metrics.FailureWatch(EXACT)
     watch.check({}, "update 0")
     watch.check({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
     assert messages == []
@@ -120,7 +119,7 @@ def test_unsolved_tokens_warn_once_per_layer():
     assert "model.contractive: 0.9" in messages[0]
     assert "model.mixer_gate_init_bias: -3" in messages[0]
     assert "10.00% of the tokens of layer 0" in messages[1]
-    metrics.FailureWatch(messages.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
+    metrics.FailureWatch(EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
     assert "of the tokens of layer 3 " in messages[2]  # a hybrid
 
 

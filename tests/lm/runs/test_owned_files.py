@@ -21,7 +21,7 @@ def run_copy(tiny_run, tmp_path):
 
 def claim(tiny, folder, overwrite):
     run = RunDir(folder)
-    run.claim(tiny(f"out_dir={folder.parent}", f"name={folder.name}"), overwrite, lambda _: None)
+    run.claim(tiny(f"out_dir={folder.parent}", f"name={folder.name}"), overwrite)
     run.release()
 
 

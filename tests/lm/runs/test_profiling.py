@@ -27,9 +27,8 @@ def names_in(trace):
     return [event.get("name") for event in read["traceEvents"]]
 
 
-def test_trace_has_exactly_the_requested_updates(tmp_path):
-    messages = []
-    profile = Profile((3, 4), tmp_path / "profile", messages.append)
+def test_trace_has_exactly_the_requested_updates(tmp_path, messages):
+    profile = Profile((3, 4), tmp_path / "profile")
     train(profile, last=6)
     profile.close()
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
@@ -40,29 +39,26 @@ def test_trace_has_exactly_the_requested_updates(tmp_path):
     assert len(messages) == 1 and messages[0].startswith("profile  of updates 3 to 4: ")
 
 
-def test_resumed_run_profiles_the_remaining_updates(tmp_path):
-    messages = []
-    within = Profile((2, 4), tmp_path, messages.append)
+def test_resumed_run_profiles_the_remaining_updates(tmp_path, messages):
+    within = Profile((2, 4), tmp_path)
     train(within, last=5, first=4)
     assert "updates 4 to 4" in messages[0] and (tmp_path / "updates-4-4.trace.json.gz").exists()
-    train(Profile((2, 4), tmp_path / "after", messages.append), last=6, first=5)
+    train(Profile((2, 4), tmp_path / "after"), last=6, first=5)
     assert len(messages) == 1 and not (tmp_path / "after").exists()
 
 
-def test_stopped_run_leaves_no_partial_profile(tmp_path):
-    messages = []
-    profile = Profile((2, 4), tmp_path / "profile", messages.append)
+def test_stopped_run_leaves_no_partial_profile(tmp_path, messages):
+    profile = Profile((2, 4), tmp_path / "profile")
     train(profile, last=3)
     profile.close()
     assert messages == ["note: the run ends before update 4: no profile is written"]
     assert not (tmp_path / "profile").exists()
-    train(Profile((1, 2), tmp_path, messages.append), last=2)  # the profiler can start again
+    train(Profile((1, 2), tmp_path), last=2)  # the profiler can start again
     assert messages[1].startswith("profile  of updates 1 to 2")
 
 
 @pytest.mark.parametrize("fault", ["start", "write"])
-def test_failing_profiler_does_not_stop_the_run(tmp_path, monkeypatch, fault):
-    messages = []
+def test_failing_profiler_does_not_stop_the_run(tmp_path, monkeypatch, messages, fault):
     if fault == "start":
 
         def refuse(self):
@@ -71,7 +67,7 @@ def test_failing_profiler_does_not_stop_the_run(tmp_path, monkeypatch, fault):
         monkeypatch.setattr(profiling.profiler.profile, "start", refuse)
     else:
         (tmp_path / "profile").write_text("a file where the folder should be")
-    profile = Profile((2, 3), tmp_path / "profile", messages.append)
+    profile = Profile((2, 3), tmp_path / "profile")
     train(profile, last=5)
     profile.close()
     assert len(messages) == 1 and messages[0].startswith("warning: no profile (log.profile): ")

@@ -303,12 +303,10 @@ def test_report_notes_modified_files_of_a_run(capsys, stopped_run, undrawn):
 
 
 def claim(tiny, folder, *overrides, overwrite=False):
-    """Claim and release a run directory; return the messages."""
-    messages = []
+    """Claim and release a run directory."""
     run_dir = RunDir(folder)
-    run_dir.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, messages.append)
+    run_dir.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite)
     run_dir.release()
-    return messages
 
 
 @pytest.fixture
@@ -341,12 +339,15 @@ def test_missing_checkpoints_do_not_restart_the_run(tiny, in_repository, stopped
     assert not (stopped_run / "result.json").exists()
 
 
-def test_run_killed_before_first_save_restarts(tiny, in_repository, stopped_run, tmp_path):
+def test_run_killed_before_first_save_restarts(
+    tiny, in_repository, stopped_run, tmp_path, messages
+):
     shutil.rmtree(stopped_run / "checkpoints")
     log = stopped_run / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     assert "checkpoint" not in log.read_text()
-    assert claim(tiny, stopped_run, *RESUME_TEXT) == []
+    claim(tiny, stopped_run, *RESUME_TEXT)
+    assert messages == []
     folder = tmp_path / "cut/tiny"  # only a lease
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "lease.json").write_text(json.dumps(DEAD_LEASE))

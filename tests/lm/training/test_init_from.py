@@ -295,7 +295,7 @@ def test_resumed_run_must_keep_init_from(tiny, tiny_run):
     from lm.runs.run_dir import RunDirError, _check_resumed_config
 
     with pytest.raises(RunDirError, match=r"init_from.path was None, is '.*there'"):
-        _check_resumed_config(tiny("init_from=there"), tiny_run / "config.yaml", print)
+        _check_resumed_config(tiny("init_from=there"), tiny_run / "config.yaml")
 
 
 @pytest.mark.slow
