@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .fields import resolve_d_ff, resolve_n_heads
-from .layers import GroupNorm, ShortConv, build_centroids, without_autocast
+from .layers import GroupNorm, ShortConv, build_centroids, convolve, without_autocast
 from .state import Sequences, gather_tokens, last_valid_tokens
 
 
@@ -467,9 +467,7 @@ class SLSTM(PlainLayer):
         # 1. Contributions of the tokens to the gates: a tuple of l tensors (h,b,4e). One `unbind`
         # is faster than an index per token, whose gradient has the length of the sequence.
         u = seqs.zero_padding(u)
-        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        before = seqs.get_state("conv", 0)
-        convolved = self.conv1d(u, segments, before)
+        convolved, tail = convolve(self.conv1d, u, seqs, self.config.d_conv, 0)
         gate_inputs = torch.stack([convolved, convolved, u, u]).unflatten(-1, (h, -1)).to(wide)
         with without_autocast(u):
             inputs = torch.einsum("gblhe,ghoe->lhbgo", gate_inputs, self.gates.to(wide))
@@ -504,7 +502,6 @@ class SLSTM(PlainLayer):
         end = None
         if seqs.return_state:
             cell = torch.stack([t.detach().transpose(0, 1).flatten(1) for t in state], 1)
-            tail = last_valid_tokens(u, self.config.d_conv - 1, before, seqs)
             end = SLSTMState(cell.clone(), (tail,))
         return self.out_proj(y.to(u.dtype)), end
 

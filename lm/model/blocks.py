@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from .cell import Norm, TokenEquation
 from .fixed_point import BlockFlops, FixedPointBlock, choose_weight_like
-from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
+from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, convolve
 from .mixer_base import ReflectionOptions
 from .mixers import nrm
 from .scan import linear_scan, selective_scan, ssd_scan, try_kernel
-from .state import Sequences, cached, shift
+from .state import Sequences, cached, last_valid_tokens, shift
 from .strategies import SolveInputs, Solver
 
 
@@ -140,9 +140,11 @@ class FPMamba(FixedPointBlock):
         return SolveInputs(wide_x, z, projections, mixer, seqs, recurrence, conv_tail)
 
     def _convolve_input(self, x, seqs):
-        """Return `conv1d` of x (b,l,·) with zeros at padding, and the last inputs of `conv1d`."""
+        """Return silu(conv(x)) of x (b,l,·) and the last inputs; without convolution x and None."""
         x = seqs.zero_padding(x)
-        return self._convolve(x, seqs, getattr(self, "conv1d", None)), self._make_conv_tail(x, seqs)
+        if not self.config.use_short_conv:
+            return x, None
+        return convolve(self.conv1d, x, seqs, self.config.d_conv, 0)
 
     def _make_projections(self, like, bc_x, delta, seqs):
         """Return the Projections to B, to C, and to the step size if it reads sh(y).
@@ -397,11 +399,11 @@ class FPRNN(FixedPointBlock):
         # 1. Project: x, z (b,l,d).
         x0, z = self.in_proj(u).chunk(2, dim=-1)
         x0 = seqs.zero_padding(x0)
-        conv_tail = self._make_conv_tail(x0, seqs)  # one for all four convolutions, which read x0
-        x, x_b, x_mixer, x_lambda = (
-            self._convolve(x0, seqs, getattr(self, f"conv1d_{name}", None))
-            for name in ("x", "b", "mixer", "lambda")
-        )
+        x, x_b, x_mixer, x_lambda, conv_tail = x0, x0, x0, x0, None
+        if self.config.use_short_conv:
+            convolutions = self.conv1d_x, self.conv1d_b, self.conv1d_mixer, self.conv1d_lambda
+            convolved = [convolve(c, x0, seqs, self.config.d_conv, 0) for c in convolutions]
+            (x, x_b, x_mixer, x_lambda), (conv_tail, *_) = zip(*convolved)  # the tails are equal
         # 2. Compute the recurrence's constants: λ and 1 − λ (b,l,d).
         dtype = torch.promote_types(u.dtype, torch.float32)
         keep = None if seqs.starts is None else 1 - seqs.starts.to(dtype)
@@ -463,10 +465,10 @@ class FPRNN(FixedPointBlock):
     def _make_conv_state(self, inputs, y):
         if inputs.conv_tail is None:
             return ()
-        x = inputs.recurrence.x
-        return inputs.conv_tail, self._make_conv_tail(
-            torch.cat([x, y.to(x.dtype)], -1), inputs.seqs, 1
-        )
+        x, seqs = inputs.recurrence.x, inputs.seqs
+        x_and_h = torch.cat([x, y.to(x.dtype)], -1)
+        before = seqs.get_state("conv", 1)
+        return inputs.conv_tail, last_valid_tokens(x_and_h, self.config.d_conv - 1, before, seqs)
 
     def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y.
@@ -475,7 +477,8 @@ class FPRNN(FixedPointBlock):
         """
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:
-            x_and_h = self._convolve(torch.cat([x, y.to(x.dtype)], -1), seqs, self.conv1d_c, 1)
+            x_and_h = torch.cat([x, y.to(x.dtype)], -1)
+            x_and_h, _ = convolve(self.conv1d_c, x_and_h, seqs, self.config.d_conv, 1)
         else:
             x_and_h = torch.cat([x, shift(y, seqs, "f_y").to(x.dtype)], -1)
         c = F.silu(self.c_proj(x_and_h))

@@ -50,7 +50,7 @@ from torch import nn
 
 from .baseline_layers import PlainLayer
 from .fields import has_negative_eigenvalues, resolve_n_heads
-from .layers import GroupNorm, RMSNorm, ShortConv, without_autocast
+from .layers import GroupNorm, RMSNorm, ShortConv, convolve, without_autocast
 from .scan import _chunked, ssd_decays
 from .state import Sequences, last_valid_tokens, shift
 
@@ -225,18 +225,16 @@ class GatedDeltaProduct(PlainLayer):
     def _convolve(self, u, seqs):
         """Return silu(conv(·)) of the projections q, k, v of u, and the convolutions' last inputs.
 
-        The last inputs are () unless `seqs.return_state`.
+        The last inputs are None unless `seqs.return_state`.
         """
-        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         projections = self.q_proj, self.k_proj, self.v_proj
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        outputs, tails = [], []
-        for index, (proj, conv1d) in enumerate(zip(projections, convolutions)):
-            x, before = seqs.zero_padding(proj(u)), seqs.get_state("conv", index)
-            outputs.append(conv1d(x, segments, before))
-            if seqs.return_state:
-                tails.append(last_valid_tokens(x, self.config.d_conv - 1, before, seqs))
-        return outputs, tuple(tails)
+        return zip(
+            *(
+                convolve(conv1d, seqs.zero_padding(proj(u)), seqs, self.config.d_conv, index)
+                for index, (proj, conv1d) in enumerate(zip(projections, convolutions))
+            )
+        )
 
     def flops_per_token(self, length: int) -> int:
         c, h, n = self.config, self.heads, self.steps

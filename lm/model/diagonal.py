@@ -26,6 +26,7 @@ from .layers import (
     ShortConv,
     StepSize,
     build_centroids,
+    convolve,
     is_hooked,
     without_autocast,
 )
@@ -44,16 +45,6 @@ class ScanState(NamedTuple):
 
 class ConvolvedLayer(PlainLayer):
     """Base class of Mamba, Mamba-2 and M²RNN, which have a short convolution."""
-
-    def _convolve(self, x, seqs):
-        """Return silu(conv(x)), x (b,l,·), and the last inputs or None if no state is needed."""
-        x = seqs.zero_padding(x)
-        before = seqs.get_state("conv")
-        tail = None
-        if seqs.return_state:
-            tail = last_valid_tokens(x, self.config.d_conv - 1, before, seqs)
-        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        return self.conv1d(x, segments, before), tail
 
     def _rates(self, dtype):
         """Return A < 0, (d,n) or (h,)."""
@@ -91,7 +82,7 @@ class Mamba(ConvolvedLayer):
         cfg = self.config
         # 1. Project and convolve. x, z: (b,l,d)
         x, z = self.in_proj(u).chunk(2, dim=-1)
-        x, tail = self._convolve(x, seqs)
+        x, tail = convolve(self.conv1d, seqs.zero_padding(x), seqs, cfg.d_conv)
         # 2. Compute the low-rank part of Δ (b,l,r), B and C (b,l,n).
         low_rank, B, C = self.x_proj(x).split([cfg.dt_rank, cfg.d_state, cfg.d_state], dim=-1)
         # 3. Run the recurrence in one kernel, if a kernel supports these sequences.
@@ -160,7 +151,7 @@ class Mamba2(ConvolvedLayer):
         bc = cfg.ngroups * cfg.d_state
         # 1. Project and convolve. z, x: (b,l,d)
         z, xbc, delta = self.in_proj(u).split([d, d + 2 * bc, self.heads], dim=-1)
-        xbc, tail = self._convolve(xbc, seqs)
+        xbc, tail = convolve(self.conv1d, seqs.zero_padding(xbc), seqs, cfg.d_conv)
         x, B, C = xbc.split([d, bc, bc], dim=-1)
         # 2. Split into heads x (b,l,h,p) and groups B and C (b,l,g,n).
         B, C = (t.unflatten(-1, (cfg.ngroups, cfg.d_state)) for t in (B, C))
@@ -376,7 +367,7 @@ class M2RNN(ConvolvedLayer):
         wide = torch.promote_types(u.dtype, torch.float32)
         # 1. Project and convolve. z, v: (b,l,d)
         z, vkq, gate = self.in_proj(u).split(self.widths, dim=-1)
-        vkq, tail = self._convolve(vkq, seqs)
+        vkq, tail = convolve(self.conv1d, seqs.zero_padding(vkq), seqs, cfg.d_conv)
         v, k, q = vkq.to(wide).split([d, bc, bc], dim=-1)
         # 2. Compute the inputs of the recurrence: k and q (b,l,h,n), v (b,l,h,p), and f (b,l,h).
         k, q = (

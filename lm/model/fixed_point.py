@@ -288,22 +288,6 @@ class FixedPointBlock(nn.Module):
 
     # Parts of `prepare` that all blocks share.
 
-    def _convolve(self, x, seqs, conv, index=0):
-        """Apply the ShortConv `conv` within documents; return x if convolutions are off.
-
-        index: Position of the inputs before x in `BlockState.conv`.
-        """
-        if not self.config.use_short_conv:
-            return x
-        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        return conv(x, segments, seqs.get_state("conv", index))
-
-    def _make_conv_tail(self, x, seqs, index=0):
-        """Return the last d_conv − 1 inputs of a convolution; None if no state is returned."""
-        if not (self.config.use_short_conv and seqs.return_state):
-            return None
-        return last_valid_tokens(x, self.config.d_conv - 1, seqs.get_state("conv", index), seqs)
-
     def _join_projections(self, mixer_input, x, seqs, solver, *others):
         """Join the mixer's projection with others, so that one matrix product computes all.
 

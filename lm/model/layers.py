@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .scan import causal_conv, try_kernel
-from .state import cached
+from .state import Sequences, cached, last_valid_tokens
 
 
 class _ComputedWeight(torch.Tensor):
@@ -259,6 +259,27 @@ class ShortConv(nn.Conv1d):
         args = x, self.weight, self.bias, segments, before
         y = try_kernel("short_conv", "short_conv", x, *args)
         return F.silu(causal_conv(*args)) if y is None else y
+
+
+def convolve(
+    conv1d: nn.Module, x: torch.Tensor, seqs: Sequences, d_conv: int, index: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Apply a short convolution to a batch that may continue earlier tokens.
+
+    Args:
+        conv1d: The ShortConv.
+        x: Its input (b,l,d), zero at padding.
+        seqs: Properties of the batch. The field `conv` of its state has the inputs before x.
+        d_conv: Width of the convolution.
+        index: Position of these inputs in `conv`, if `conv` is a tuple.
+
+    Returns:
+        silu(conv(x)) (b,l,d), and the last d_conv − 1 inputs, or None unless `seqs.return_state`.
+    """
+    before = seqs.get_state("conv", index)
+    segments = None if seqs.starts is None else seqs.starts.cumsum(1)
+    tail = last_valid_tokens(x, d_conv - 1, before, seqs) if seqs.return_state else None
+    return conv1d(x, segments, before), tail
 
 
 class RMSNorm(nn.Module):
