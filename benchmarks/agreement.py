@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.contenders import PAPER_FIELDS
 from lm.config.data import Data
 from lm.config.yaml_text import load_tree
 from lm.data.corpus.documents import encode_documents
@@ -35,8 +36,6 @@ from lm.data.sources.open import is_validation, iter_documents
 from synthetic.build import load_run
 from synthetic.evaluate import move_to_device
 from synthetic.tasks import IGNORE
-
-PAPER_FIELDS = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
 
 
 def is_synthetic(run: str) -> bool:

@@ -385,8 +385,12 @@ def make_timing_part(out: Path, device: str, quick: bool) -> Part:
 def read_decode_figures(path: Path, lines: list[str]) -> dict[str, str]:
     """Return the tokens per second that benchmarks.decode measured, by batch and model."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    rates = {f"{r['batch']} × {r['name']}": r["batch"] / r["seconds_per_token"] for r in rows}
-    return {name: f"{rate:,.0f} tokens/s" for name, rate in rates.items()}
+    return {
+        f"{r['batch']} × {r['name']}": "out of memory"
+        if r["seconds_per_token"] is None
+        else f"{r['batch'] / r['seconds_per_token']:,.0f} tokens/s"
+        for r in rows
+    }
 
 
 def make_decode_part(out: Path, device: str, quick: bool) -> Part:

@@ -1,6 +1,6 @@
 """Compare the exact solve in bf16 on a GPU with fp32: loss, gradient and answers.
 
-python -m benchmarks.precision [--export DIR --tokens 64 --words 2 --length 256 --device cuda]
+python -m benchmarks.precision [--export DIR --tokens 64 --sequences 2 --length 256 --device cuda]
 
 The fp32 kernels are also compared with plain PyTorch. The models are the state tracker of the tests
 (S3, trained on up to 16 elements) and, with --export, a language model, which reads this docstring.
@@ -39,9 +39,9 @@ class Problem(NamedTuple):
 
 def make_problems(args: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems that the options select."""
-    if args.words:
-        ids, answers = draw_words(args.words, args.length)
-        name = f"S3, {args.words} words of {args.length}"
+    if args.sequences:
+        ids, answers = draw_words(args.sequences, args.length)
+        name = f"S3, {args.sequences} sequences of {args.length}"
         yield Problem(name, load_tracker(schedule="sequential"), ids, answers)
     if args.export:
         model = FPRNNForCausalLM.from_pretrained(args.export).train()
@@ -87,7 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--export", help="folder of a language model (default: only the tracker)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the text (default: 64)")
-    parser.add_argument("--words", type=int, default=2, help="number of S3 sequences (default: 2)")
+    parser.add_argument(
+        "--sequences", type=int, default=2, help="number of S3 sequences (default: 2)"
+    )
     parser.add_argument("--length", type=int, default=256, help="elements of each (default: 256)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

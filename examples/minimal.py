@@ -33,7 +33,7 @@ def find_root(alpha, beta, g0, g1, g2, delta) -> tuple[Tensor, Tensor]:
         The root s (b,) and the slope φ′(s) (b,).
     """
     s = torch.zeros_like(alpha)
-    for _ in range(300):  # damped iteration, as in the paper, until Newton's method is safe
+    for _ in range(300):  # damped iteration, as in the paper, until near the root
         change = (alpha + beta * s) * (g0 + (2 * g1 + g2 * s) * s).rsqrt() + delta - s
         s = s + 0.99 * change
         if (change.abs() <= 1e-3 * (1 + s.abs())).all():

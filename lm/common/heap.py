@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
     """Make glibc reuse freed memory in this process instead of returning it to the system.
 
     By default glibc returns the temporaries of an update to the system, and allocating them again
-    causes page faults: up to a quarter of the time on a CPU (benchmarks/README.md).
+    causes page faults: up to a quarter of the time on a CPU.
 
     Returns:
         True if the C library has these settings (glibc), False otherwise (musl, macOS).

@@ -27,6 +27,7 @@ from torch import Tensor
 from lm.kernels import Unsupported
 
 MAX_REFLECTIONS = 8
+FAILED, BISECTED, GRAD_LIMITED = 1, 2, 4  # as in lm/model/solver.py
 MAX_GPU_ENTRIES = 65_536  # entries of a token's vectors that one program of a GPU can hold
 NORMS = ("layer", "rms", "none")
 ACTS = ("silu", "relu", "identity")
@@ -197,8 +198,7 @@ def check_sizes(arguments: CellArguments) -> Sizes:
 @functools.cache
 def _check_layout(layout, options, kind, d, n, heads, columns, y_columns):
     r, groups = options.rank, options.groups
-    if r > MAX_REFLECTIONS:
-        raise Unsupported(f"{r} reflections: the kernels solve up to {MAX_REFLECTIONS}")
+    check_rank(r)
     if r < 1 or options.act not in ACTS or options.norm not in NORMS:
         raise ValueError(
             f"rank {r}, act `{options.act}`, norm `{options.norm}`: rank must be at least 1, act"
@@ -216,6 +216,12 @@ def _check_layout(layout, options, kind, d, n, heads, columns, y_columns):
             f"parts {sorted(parts)} (first column, width) overlap or exceed the {columns} columns"
             f" of raw, {y_columns} of which read y"
         )
+
+
+def check_rank(r: int) -> None:
+    """Raise Unsupported if the equations of tokens have too many unknowns r for the kernels."""
+    if r > MAX_REFLECTIONS:
+        raise Unsupported(f"the mixer has rank {r}: the kernels solve up to {MAX_REFLECTIONS}")
 
 
 def fits_a_gpu(r: int, d: int) -> bool:

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from lm.kernels import run_in_clean_threads
-from lm.kernels.cell_arguments import CellArguments, Layout, Options
+from lm.kernels.cell_arguments import FAILED, CellArguments, Layout, Options
 
-FAILED = 1  # as in lm/model/solver.py
 MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
 # Factor on α and Β of an equation for which Picard's iteration should not converge.
 PICARD_FAILS_SCALE = 30.0
 
 
-# Parts of the sentences with which `find_fault` says that kernels are wrong. Tests look for them.
+# Phrases in the messages of `find_fault`; tests search for them.
 DIFFER, FAIL = "differ from plain PyTorch", "fail:"
 
 

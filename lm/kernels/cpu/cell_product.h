@@ -22,14 +22,18 @@ constexpr int GROUP_SIZE = 8;
 // one vector: first the results of a, then of b.
 template <class T, int half, int... lane>
 inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>) {
-    using Bits = typename Float<T>::Bits;
     constexpr int parts_of_a = LANES<T> / (2 * half);
     constexpr auto find_lane = [](int i) {  // of a and b together
         const int part = i / half, first = part < parts_of_a ? 0 : LANES<T> - parts_of_a * 2 * half;
         return first + part * 2 * half + i % half;
     };
-    constexpr Bits low = {find_lane(lane)...}, high = {find_lane(lane) + half...};
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, find_lane(lane)...) +
+           __builtin_shufflevector(a, b, (find_lane(lane) + half)...);
+#else  // g++ has __builtin_shufflevector only since version 12
+    constexpr typename Float<T>::Bits low = {find_lane(lane)...}, high = {find_lane(lane) + half...};
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+#endif
 }
 
 // Return the vector of the sums of LANES vectors, each added in the same tree; overwrites them.

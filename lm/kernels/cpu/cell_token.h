@@ -39,7 +39,7 @@ struct Cell {
     double scale, eps, kappa, norm_eps;  // kappa: 0 if not contractive
     const void *raw, *weight;                          // (b,l,K) (y_columns,d)
     const void *x, *dt, *A;                            // (b,l,d) (b,l,d) (n,d)
-    const void *keep, *gate, *D;                       // (b,l) or null, (b,l,d) or null, (d)
+    const void *keep, *gate, *D;                       // (b,l) (b,l,d) (d), each or null
     const void *norm_weight, *norm_bias;               // (d) each, or null
     const void *y0, *h0;                               // (b,d) (b,n,d), RNN: (b,d); or null
     // Centroids through which y_{t−1} + noise is read, or null: (k,d) (k) (k,d); noise (b,l,d) or null

@@ -192,7 +192,7 @@ def _allocate_results(problem):
         state = x.new_empty_strided((b, sizes.heads, headdim, n), (n * d, headdim, 1, d))
     else:
         state = x.new_empty(b, d)
-    return y, state, torch.empty(b, sizes.length, dtype=torch.uint8)
+    return y, state, torch.empty(b, sizes.length, dtype=torch.uint8, device=x.device)
 
 
 def _call(name, problem, *results):

@@ -14,13 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.kernels import Unsupported
+from lm.kernels.cell_arguments import check_rank
 from lm.kernels.checks import roots_deviation
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu.build import check, get_address, load_functions
 
-MAX_RANK = 8  # as in cell_equation.h
-BISECTED = 2  # as in lm/model/solver.py
 _pack = struct.Struct("4qd9q").pack  # `struct Roots` of roots.cpp
 
 
@@ -28,7 +26,7 @@ class Roots(NamedTuple):
     """Solutions of tokens' equations, with the outcome of each search."""
 
     s: Tensor  # (n,r)
-    outcome: Tensor  # (n,) uint8: 0, or FAILED or BISECTED of lm/model/solver.py
+    outcome: Tensor  # (n,) uint8: 0, FAILED or BISECTED
 
 
 def _self_check(dtype):
@@ -83,7 +81,8 @@ def count_evaluations(
     Returns:
         The Roots, and the number of evaluations of every token, (n,) int32.
     """
-    evaluations = torch.empty(len(equations[0]), dtype=torch.int32)
+    alpha = equations[0]
+    evaluations = alpha.new_empty(len(alpha), dtype=torch.int32)
     return _search(equations, floor, without_certified_search, evaluations), evaluations
 
 
@@ -91,8 +90,7 @@ def _search(equations, floor, without_certified_search, evaluations):
     """Find the roots; count the evaluations of φ in `evaluations` unless it is None."""
     alpha, beta, delta, gamma0, gamma1, gamma2 = equations
     n, r = alpha.shape
-    if r > MAX_RANK:
-        raise Unsupported(f"the mixer has rank {r}: the CPU kernel solves up to {MAX_RANK}")
+    check_rank(r)
     check(
         alpha.dtype,
         ("alpha", alpha, (n, r)),
@@ -103,7 +101,7 @@ def _search(equations, floor, without_certified_search, evaluations):
         ("gamma2", gamma2, (n, r, r)),
     )
     inputs = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
-    roots = Roots(torch.empty_like(inputs[0]), torch.empty(n, dtype=torch.uint8))
+    roots = Roots(torch.empty_like(inputs[0]), alpha.new_empty(n, dtype=torch.uint8))
     addresses = [get_address(t) for t in (*inputs, *roots, evaluations)]
     sizes = n, r, torch.get_num_threads(), without_certified_search
     load_functions()["roots"][alpha.dtype](_pack(*sizes, floor, *addresses))

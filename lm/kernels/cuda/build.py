@@ -29,8 +29,8 @@ STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by st
 # Functions without an annotation, such as those of CPU_HEADERS, are compiled for the GPU.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
-# Of a block. Two crews halve the launches of large batches, but a thread has only 128 registers and
-# spills up to 1,748 bytes; on a GPU this was not timed.
+# Crews per block. Two crews halve the number of launches for large batches, but leave 128 registers
+# per thread, so that up to 1,748 bytes spill. It was not timed on a GPU.
 MAX_CREWS = 2
 MAX_CHANNELS = 48  # of a block: with more, the state does not fit into the registers
 # Time in which blocks exchange words, in units of the work on one channel of eight sequences. It is

@@ -1,7 +1,7 @@
 // Backward pass of the exact solve, all tokens in one launch, the last token first.
 //
-// lm/kernels/cpu/cell_gradient.h derives the gradient of a token. Each block has in shared memory the columns of W_y of its channels, so that it
-// can compute its part of W_yᵀ d_row. A token:
+// lm/kernels/cpu/cell_gradient.h derives the gradient of a token. Each block has in shared memory the
+// columns of W_y of its channels, so that it can compute its part of W_yᵀ d_row. A token:
 //
 //   1. At the last token of a chunk, the states of the chunk are recomputed from its checkpoint into
 //      cell.H. The token's vectors are recomputed from its record.

@@ -1,6 +1,6 @@
 // Forward pass of the exact solve, all tokens in one launch: FP-Mamba-1 with up to four reflections.
 //
-// lm/kernels/cell_arguments.py has the equations, team.h says how blocks work together. A token:
+// lm/kernels/cell_arguments.py has the equations, team.h describes how blocks work together. A token:
 //
 //   1. The state decays.
 //   2. y of the previous token arrives (mail.vectors). The rows of W_y for the gates, B and C are the

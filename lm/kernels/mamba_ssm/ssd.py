@@ -38,7 +38,7 @@ def _self_check() -> float:
     Returns:
         The `deviation` on problems of LENGTH tokens, gradients included.
     """
-    allows_tf32 = torch.get_float32_matmul_precision() != "highest"
+    allows_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     allowed = TF32_ERROR if allows_tf32 else 1e-4
     error = _scan_deviation(allowed)
     if not error < 1:  # also if it is NaN

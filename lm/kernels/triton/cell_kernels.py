@@ -95,12 +95,10 @@ def product_kernel(
     step,
     b,
     columns,
-    raw_step,
     d: tl.constexpr,
     y_columns: tl.constexpr,
     HAS_KEEP: tl.constexpr,
     SAVES: tl.constexpr,
-    RAW_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
     ROW_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -144,7 +142,7 @@ def product_kernel(
     if HAS_KEEP:
         product *= tl.load(address(table, AT_KEEP) + token, mask=in_batch, other=0.0)[:, None]
     mask = in_batch[:, None] & (column < columns)[None, :]
-    raw = address(table, AT_RAW, RAW_DTYPE) + token[:, None] * raw_step + column[None, :]
+    raw = address(table, AT_RAW, ROW_DTYPE) + token[:, None] * columns + column[None, :]
     product += tl.load(raw, mask=mask, other=0.0).to(tl.float32)
     row_index = token if SAVES else sequence.to(tl.int64)
     rows = address(table, AT_ROWS, ROW_DTYPE) + row_index[:, None] * columns + column[None, :]

@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lm.kernels import Unsupported
-from lm.kernels.checks import FAILED as FAILED_OUTCOME
+from lm.kernels import cell_arguments
 from lm.kernels.checks import roots_deviation
-from lm.kernels.cpu.roots import BISECTED as BISECTED_OUTCOME
-from lm.kernels.cpu.roots import MAX_RANK, Roots
+from lm.kernels.cpu.roots import Roots
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
@@ -38,7 +36,7 @@ STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.c
 MAX_PICARD_RATIO, MAX_NEWTON_DISTANCE = tl.constexpr(0.99), tl.constexpr(0.05)
 MIN_INVERSE_NORM = tl.constexpr(1e-18)
 ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
-FAILED, BISECTED = tl.constexpr(FAILED_OUTCOME), tl.constexpr(BISECTED_OUTCOME)
+FAILED, BISECTED = tl.constexpr(cell_arguments.FAILED), tl.constexpr(cell_arguments.BISECTED)
 
 
 def _self_check():
@@ -149,9 +147,7 @@ def _attracts(M, R: tl.constexpr):
 
 
 @triton.jit
-def _try_newton(
-    s, tries_newton, residual, q, equation, eps, MAX_STEPS: tl.constexpr, R: tl.constexpr
-):
+def _try_newton(s, tries_newton, residual, q, equation, eps, R: tl.constexpr):
     """Run Newton from points at which Picard contracts.
 
     Args:
@@ -161,7 +157,6 @@ def _try_newton(
         q: Ratio of the last two residuals of Picard, (T,).
         equation: The equations.
         eps: Machine epsilon of the coefficients, (T,).
-        MAX_STEPS: Number of steps.
         R: Size of the equations.
 
     Returns:
@@ -174,7 +169,7 @@ def _try_newton(
     psi, numerator, slant, inverse, current_residual, scale = _evaluate(s, equation)
     M = _identity_minus_slope(beta, numerator, slant, inverse, R)
     step_count = 0
-    while (step_count < MAX_STEPS) & _any(tries_newton):
+    while (step_count < MAX_NEWTON_STEPS) & _any(tries_newton):
         # 1. Take a step if it reduces the residual.
         ahead = s + _eliminate(M, psi, R)
         is_near = tl.sum((tl.abs(ahead - start) <= max_move).to(tl.int32), 1) == R
@@ -255,7 +250,7 @@ def _has_no_zero(c0, c1, c2, c3):
 def _is_picards_root(equation, phi_0, root):
     """Return whether damped Picard from zero converges to a root (T,).
 
-    lm/model/certified_root.py explains the steps. phi_0: φ(0), (T,). Equations with a negative
+    docs/proofs.md explains the steps. phi_0: φ(0), (T,). Equations with a negative
     root are mirrored, so that `r` = |root| is their root. n0 + n1 s has the sign of φ′(s).
     """
     side = tl.where(root < 0.0, -1.0, 1.0)
@@ -428,9 +423,7 @@ def search(equation, is_token, eps, R: tl.constexpr):
         is_near = residual / (1.0 - q) <= scale * MAX_NEWTON_DISTANCE
         tries_newton = is_active & contracts & is_near
         if _any(tries_newton):
-            ahead, has_root = _try_newton(
-                s, tries_newton, residual, q, equation, eps, MAX_NEWTON_STEPS, R
-            )
+            ahead, has_root = _try_newton(s, tries_newton, residual, q, equation, eps, R)
             root = tl.where(has_root[:, None], ahead, root)
             is_done = is_done | has_root
             is_active = is_active & (has_root == 0)
@@ -528,8 +521,7 @@ def find_roots(
         Unsupported: If a dtype is not supported, or if r is above 8.
     """
     n, r = alpha.shape
-    if r > MAX_RANK:
-        raise Unsupported(f"the mixer has rank {r}: the Triton kernel solves up to {MAX_RANK}")
+    cell_arguments.check_rank(r)
     check(
         alpha=(alpha, (n, r)),
         beta=(beta, (n, r, r)),

@@ -89,8 +89,9 @@ def _scan_kernel(
     channel, state = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     is_channel, is_state = channel < d, state < n
     mask = is_state[:, None] & is_channel[None, :]
-    # `zero` hides from the compiler that addresses are aligned: it would spread vectors of four
-    # channels, and with them the n of a channel, over threads, and exchange them at every step.
+    # `zero` is unknown at compile time and hides the alignment of the addresses. Otherwise a thread
+    # would get four neighbouring channels, the states of a channel would be divided among threads,
+    # and every step would exchange them.
     entry = state[:, None] * d + channel[None, :] + zero
     A_log2 = tl.load(A + entry, mask=mask, other=0.0).to(tl.float32) * LOG2E
 
@@ -273,7 +274,7 @@ def _grad_kernel(
         Bs, Cs, decays, hs = (), (), (), (h,)
         for j in tl.static_range(TILE):
             Bs += (tl.load(B + BC_offset + j),)
-            Cs += (tl.load(C + BC_offset + j),)  # not below: loads must not overtake the stores
+            Cs += (tl.load(C + BC_offset + j),)  # before the stores of the loop below
             exponent = dts[j] * (A_s * LOG2E)
             if keep is not None:
                 exponent += log_keeps[j]

@@ -19,6 +19,7 @@ are the powers of two at or above d and r.
 import triton
 import triton.language as tl
 
+from lm.kernels import cell_arguments
 from lm.kernels.triton.build import activate, activate_grad
 from lm.kernels.triton.roots import (
     BISECTED,
@@ -30,7 +31,7 @@ from lm.kernels.triton.roots import (
     search,
 )
 
-GRAD_LIMITED = tl.constexpr(4)  # as in lm/model/solver.py
+GRAD_LIMITED = tl.constexpr(cell_arguments.GRAD_LIMITED)
 EPS = tl.constexpr(2.0**-23)  # machine epsilon of fp32
 
 

@@ -69,7 +69,6 @@ class Plan(NamedTuple):
     layout: Layout
     options: Options
     sizes: Sizes  # with length 0, because graphs do not depend on it
-    raw_step: int  # entries between two tokens of raw
     chunk: int  # tokens
     raw_dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -174,9 +173,7 @@ def forward_launches(plan: Plan) -> list[Launch]:
         launches.append(_add_inflow_launch(plan, is_checkpoint=True))
     max_block_depth = 512 // plan.weight_dtype.itemsize  # 512 bytes of a row of W_y
     product_arguments = {
-        "raw_step": plan.raw_step,
         "SAVES": plan.is_differentiable,
-        "RAW_DTYPE": TRITON_DTYPES[plan.raw_dtype],
         **_product_arguments(plan, sizes.d, max_block_depth),
     }
     token_arguments = {
@@ -257,7 +254,7 @@ def backward_launches(plan: Plan) -> list[Launch]:
 
 
 def _product_precision():
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _align(t):
@@ -314,7 +311,6 @@ def _make_plan(arguments, sizes, tensors, is_differentiable):
         layout=arguments.layout,
         options=arguments.options,
         sizes=sizes._replace(length=0),
-        raw_step=sizes.columns,
         chunk=chunk,
         raw_dtype=tensors["raw"].dtype,
         weight_dtype=tensors["weight_y"].dtype,

@@ -273,6 +273,14 @@ def test_centroids_token_by_token_are_bit_identical():
     assert torch.equal(y_of_calls, y) and torch.equal(state, h)
 
 
+def test_default_device_of_torch_changes_nothing():
+    problem = make_problem()
+    expected = evaluate(cpu_cell.cell, problem)
+    with torch.device("meta"):
+        actual = evaluate(cpu_cell.cell, problem)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
 def solve_in_calls(layout, options, tensors, calls):
     """Solve a layer in several calls, each for a slice of tokens; return y and the last state."""
     y_before, state, ys = tensors["y0"], tensors["h0"], []
@@ -535,7 +543,7 @@ def test_largest_adjoint_is_reported():
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        (dict(options=dict(rank=9)), Unsupported, "9 reflections"),
+        (dict(options=dict(rank=9)), Unsupported, "rank 9"),
         (dict(options=dict(act="tanh")), ValueError, "tanh"),
         (dict(options=dict(norm="batch")), ValueError, "batch"),
         (dict(layout=dict(B=0)), ValueError, "overlap"),  # with the vectors

@@ -52,6 +52,16 @@ def test_other_tokens_and_threads_change_nothing(dtype, monkeypatch):
     assert torch.equal(cpu_roots.find_roots(*coefficients).s, s)
 
 
+def test_default_device_of_torch_changes_nothing():
+    coefficients = random_coefficients(6, 2)
+    expected, evaluations = cpu_roots.count_evaluations(
+        coefficients[:-1], coefficients.floor, False
+    )
+    with torch.device("meta"):
+        actual = cpu_roots.count_evaluations(coefficients[:-1], coefficients.floor, False)
+    assert torch.equal(actual[0].s, expected.s) and torch.equal(actual[1], evaluations)
+
+
 @pytest.mark.parametrize("name", ["alpha", "beta", "gamma0", "gamma2"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_stays_in_its_token(name, value):

@@ -289,8 +289,11 @@ def test_tf32_is_allowed_if_pytorch_allows_it(stand_in, monkeypatch):
     monkeypatch.setattr(adapter, "mamba_chunk_scan_combined", rounded)
     find_fault = triton_build._find_fault.__wrapped__  # not cached
     assert find_fault(adapter._self_check, "kernels") != ""
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert find_fault(adapter._self_check, "kernels") == ""
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert find_fault(adapter._self_check, "kernels") == ""
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 SIZES = dict(d_model=16, n_layer=1, d_state=4, headdim=8, ngroups=2, vocab_size=7)

@@ -492,7 +492,6 @@ def make_launch_cases(d, n, r, kind):
         layout=Layout(vectors=0, gates=r * d, B=r * d + r, C=r * d + r + n),
         options=options,
         sizes=Sizes(kind, 16, 0, d, n, heads, columns=columns, y_columns=columns),
-        raw_step=columns,
         chunk=1,
         raw_dtype=torch.float32,
         weight_dtype=torch.bfloat16,

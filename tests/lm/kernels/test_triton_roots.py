@@ -91,7 +91,7 @@ def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
     square = tl.zeros([TOKENS, R, R], tl.float64)
     equation = (zeros + 1e-3, square + 3.0, zeros, one + 1.0, zeros, square + 1.0, one + 1e-5)
     s, has_root = triton_roots._try_newton(
-        zeros + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
+        zeros + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, R
     )
     tl.store(out + tl.arange(0, TOKENS), tl.where(has_root, tl.sum(s, 1), float("nan")))
 
