@@ -28,8 +28,7 @@ def compile_library(d, channels, warps, crews, reflections, sources=SOURCES):
     folders = sources, SOURCES.parent / "cpu", EMULATION
     macros = {"D_INNER": d, "CHANNELS": channels, "WARPS": warps, "CREWS": crews}
     macros["REFLECTIONS"] = reflections
-    options = [*FLAGS, *(f"-I{folder}" for folder in folders)]
-    options += [f"-DFPRNN_{name}={value}" for name, value in macros.items()]
+    options = [*FLAGS, *(f"-DFPRNN_{name}={value}" for name, value in macros.items())]
     texts = [path.read_bytes() for folder in folders for path in sorted(folder.glob("*.[hc]*"))]
     key = hashlib.sha256(repr((options, texts)).encode()).hexdigest()[:24]
     path = Path(tempfile.gettempdir()) / f"fprnn-emulated-{key}.so"
@@ -37,6 +36,7 @@ def compile_library(d, channels, warps, crews, reflections, sources=SOURCES):
         with tempfile.TemporaryDirectory() as folder:
             built = Path(folder) / "cell.so"
             source = EMULATION / "emulated.cpp"
+            options += [f"-I{folder}" for folder in folders]
             subprocess.run(["g++", *options, str(source), "-o", str(built)], check=True)
             built.replace(path)  # in one step, because other test processes may load it
     return ctypes.CDLL(str(path))

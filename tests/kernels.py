@@ -151,7 +151,11 @@ def compile_kernels(cases, targets=TARGETS):
 
 
 def assert_nothing_spills(cases, targets=TARGETS):
-    """Check that kernels compile, spill at most MAX_SPILLS, and fit a multiprocessor."""
+    """Check that kernels compile, spill at most MAX_SPILLS, and fit a multiprocessor.
+
+    Returns:
+        The results of `compile_kernels`.
+    """
     import triton
 
     limits = MAX_SPILLS.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
@@ -162,6 +166,7 @@ def assert_nothing_spills(cases, targets=TARGETS):
     assert all(r["registers"] * 32 * r["warps"] <= 65536 for r in results)
     max_shared = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may share
     assert all(r["shared"] <= max_shared[r["target"]] for r in results)
+    return results
 
 
 def _make_source(case):

@@ -327,6 +327,7 @@ def test_language_model_trains_resumes_and_exports(page, tmp_path):
 
 def load_lights(tmp_path, *overrides):
     small = ("model.d_model=16", "model.d_state=4", "train.batch_size=8", "train.length=10")
+    small += ("model.contractive=0.5",)  # otherwise the probe of ℓ* takes most of the time
     scored = ("eval.lengths=4,10", "eval.examples=16", "eval.batch_size=8", "checkpoint.every=2")
     out_dir = f"out_dir={tmp_path}/runs"
     return synthetic_config.load("lights.yaml", (out_dir, *small, *scored, *overrides))

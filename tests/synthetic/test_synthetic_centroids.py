@@ -325,9 +325,9 @@ def test_an_lstm_reads_the_states_that_it_distinguishes(tmp_path, capsys):
     tree = {**TINY, "model": {"d_model": 16, "layers": "lstm", "n_layer": 1}}
     tree["model"]["state_centroids"] = 32
     tree["optim"] = {"lr": 1e-2, "schedule": "wsd", "wsd_decay": 0.3}
-    tree["train"] = {"steps": 600, "batch_size": 64, "length": 6, "threads": 1}
+    tree["train"] = {"steps": 300, "batch_size": 64, "length": 6, "threads": 1}
     tree["train"]["curriculum"] = {"start": 6}
-    tree["eval"] = {"lengths": "6", "examples": 64, "every": 200}
+    tree["eval"] = {"lengths": "6", "examples": 64, "every": 100}
     (tmp_path / "c.yaml").write_text(json.dumps(tree))
     cfg = config.load(tmp_path / "c.yaml", (f"out_dir={tmp_path}",))
     assert train(cfg)["eval"][0]["metrics"]["sequence_accuracy"] > 0.9

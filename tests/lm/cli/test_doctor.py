@@ -24,6 +24,7 @@ def run_doctor(**environment):
     )
 
 
+@pytest.mark.slow
 def test_doctor_reports_within_a_minute_that_this_machine_can_train():
     start = time.monotonic()
     done = run_doctor()

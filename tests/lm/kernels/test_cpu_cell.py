@@ -303,7 +303,7 @@ def test_centroids_of_another_width_are_refused():
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("D", [0.0, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("D", [1.0, 1e4])
 @pytest.mark.parametrize("rank, sequential", [(1, True), (2, True), (2, False), (4, False)])
 def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     """Many of the 300 equations have several roots; at D = 1e4 the output is y only."""

@@ -17,7 +17,6 @@ from tests import oracle_cell
 from tests.kernels import (
     assert_close,
     assert_nothing_spills,
-    compile_kernels,
     describe_launch,
     find_kernels,
     poisoned_memory,
@@ -94,7 +93,7 @@ def test_values_and_gradients_equal_the_loop(sizes):
 )
 def test_all_ranks_equal_the_loop(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
-    problem = make_problem(length=4, rank=rank, sequential=sequential, scale=scale)
+    problem = make_problem(length=2, rank=rank, sequential=sequential, scale=scale)
     assert_equals_the_loop(problem)
 
 
@@ -111,7 +110,7 @@ def test_all_ranks_equal_the_loop(rank, sequential):
     ids=str,
 )
 def test_all_options_equal_the_loop(others):
-    assert_equals_the_loop(make_problem(**{"length": 3, **others}))
+    assert_equals_the_loop(make_problem(**{"length": 2, **others}))
 
 
 @pytest.mark.parametrize(
@@ -157,10 +156,10 @@ def solve_without_grad(problem, dtype=torch.float32, **others):
 def test_pieces_of_a_sequence_equal_the_whole(others):
     """Decoding uses chunks of a single token, after an even or odd number of tokens."""
     without = ("norm_bias",) if "norm" in others else ()
-    problem = layout, options, tensors = make_problem(b=3, length=9, without=without, **others)
+    problem = layout, options, tensors = make_problem(b=1, length=5, without=without, **others)
     y, h, _ = solve_without_grad(problem)
     before, state, ys = tensors["y0"], tensors["h0"], []
-    for tokens in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 9)):
+    for tokens in (slice(0, 2), slice(2, 3), slice(3, 5)):
         part = slice_tensors({**tensors, "y0": before, "h0": state}, tokens=tokens)
         y_part, state, _ = solve_without_grad((layout, options, part))
         before = y_part[:, -1]
@@ -170,7 +169,7 @@ def test_pieces_of_a_sequence_equal_the_whole(others):
 
 
 def test_sequence_does_not_depend_on_the_batch():
-    problem = layout, options, tensors = make_problem(b=20, length=2, d=19)
+    problem = layout, options, tensors = make_problem(b=20, length=1, d=19)
     y, h, _ = solve_without_grad(problem)
     for rows in (slice(0, 1), slice(17, 20)):
         y_part, h_part, _ = solve_without_grad((layout, options, slice_tensors(tensors, rows=rows)))
@@ -181,7 +180,7 @@ def test_sequence_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("chunk", [2, slow(1), slow(4)])
 def test_chunk_length_of_the_backward_changes_nothing(chunk, monkeypatch):
     """The state that enters a chunk, and the gradient that leaves it, cross chunks."""
-    problem = make_problem(length=7, d=16)
+    problem = make_problem(length=5, d=16)
     monkeypatch.setattr(triton_cell, "CHUNK", chunk)
     assert_close(run_kernel(problem), run_oracle(problem), 3e-4)
 
@@ -260,7 +259,7 @@ def test_largest_adjoint_is_reported():
 
 def test_raw_and_weight_may_be_bf16():
     """Rows are rounded to raw's dtype and y to the weight's; nothing else is rounded."""
-    layout, options, tensors = make_problem(b=3, length=5, d=32)
+    layout, options, tensors = make_problem(b=1, length=2, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
     expected = solve(oracle_cell.solve_cell, layout, options, **half)[0]
     problem = move_to_device((layout, options, cast(tensors, torch.float32)))[2]
@@ -275,7 +274,7 @@ def test_raw_and_weight_may_be_bf16():
 
 
 def test_any_strides_and_a_slice_of_raw():
-    layout, options, tensors = make_problem(length=4)
+    layout, options, tensors = make_problem(length=2)
     spaced = {  # every other entry in memory is NaN
         k: None if v is None else torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
         for k, v in tensors.items()
@@ -283,7 +282,7 @@ def test_any_strides_and_a_slice_of_raw():
     assert_close(
         run_kernel((layout, options, spaced)), run_kernel((layout, options, tensors)), 1e-9
     )
-    wide = torch.full((2, 4, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
+    wide = torch.full((2, 2, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
     wide[..., 2:-3] = tensors["raw"]
     y = solve_without_grad((layout, options, {**tensors, "raw": wide[..., 2:-3]}))[0]
     assert torch.equal(y, solve_without_grad((layout, options, tensors))[0])
@@ -327,7 +326,7 @@ def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
 
 def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     """Nothing is converted to fp32 before the kernel."""
-    model, problem, computed, dtypes = load_tracker().to(DEVICE), draw_words(2, 5), {}, []
+    model, problem, computed, dtypes = load_tracker().to(DEVICE), draw_words(1, 3), {}, []
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
 
@@ -396,7 +395,7 @@ def recorded_graphs(monkeypatch):
 def test_recorded_graph_serves_other_tensors_and_lengths(recorded_graphs, monkeypatch):
     """The arguments of a graph are fixed; everything that changes is in the table."""
     monkeypatch.setattr(triton_cell, "CHUNK", 2)
-    for length, seed in ((3, 0), (3, 1), (5, 2), (2, 3)):
+    for length, seed in ((3, 0), (3, 1), (5, 2)):
         problem = make_problem(b=2, length=length, d=12, seed=seed)
         assert_close(run_kernel(problem), run_oracle(problem), 3e-4)
     assert len(recorded_graphs) == 3  # forward, backward, the last state
@@ -513,17 +512,15 @@ def make_launch_cases(d, n, r, kind):
     return cases
 
 
-def test_products_load_asynchronously(monkeypatch):
-    """Loads of 16 bytes run while the tensor cores compute."""
-    monkeypatch.setattr(triton_cell, "INTERPRETED", False)
-    cases = [case for case in make_launch_cases(**DEFAULT) if "product" in case["kernel"]]
-    assert [result["copies"] > 0 for result in compile_kernels(cases, [80])] == [True, True]
-
-
 @pytest.mark.parametrize(
     "sizes, targets", [([DEFAULT], [80]), slow(TRAINED, [80, 90])], ids=["default", "all"]
 )
-def test_no_register_spills_at_training_shapes(sizes, targets, monkeypatch):
+def test_kernels_do_not_spill_and_products_load_asynchronously(sizes, targets, monkeypatch):
+    """Loads of 16 bytes run while the tensor cores compute."""
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     cases = [case for arguments in sizes for case in make_launch_cases(**arguments)]
-    assert_nothing_spills(cases, targets)
+    results = assert_nothing_spills(cases, targets)
+    copies = [
+        r["copies"] for r in results if "product" in r["case"]["kernel"] and r["target"] == 80
+    ]
+    assert len(copies) >= 2 and all(copies)

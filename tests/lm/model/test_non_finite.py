@@ -101,7 +101,7 @@ def test_divergence_error_names_layer_cause_and_cure(solver):
 @pytest.mark.parametrize(
     "mixer, solver",
     [
-        (mixer, solver) if (i + j) % 4 == 0 else slow(mixer, solver)
+        (mixer, solver) if (i + j) % 4 == 0 and mixer != "monarch" else slow(mixer, solver)
         for i, mixer in enumerate(["kronecker", "monarch", "mixture", "householder"])
         for j, solver in enumerate(SOLVERS)
         if (i + j) % 2 == 0

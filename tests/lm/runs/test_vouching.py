@@ -280,18 +280,6 @@ def test_run_with_changed_corpus_is_refused(stopped_run, tmp_path):
     run(stopped_run.parent, "resume=auto", moved)
 
 
-def test_run_of_version_0_1_resumes(stopped_run, tiny_losses):
-    """Its manifests have no config and no checksums, and its tokenizer has no checksums."""
-    (stopped_run / "tokenizer" / SUMS).unlink()
-    path = stopped_run / "checkpoints/step-000004" / MANIFEST
-    manifest = json.loads(path.read_text())
-    for key in ("tokenizer", "corpora", "config"):
-        del manifest[key]
-    path.write_text(json.dumps(manifest))
-    actual, _ = run(stopped_run.parent, "resume=auto")
-    assert [r["loss"] for r in actual] == [r["loss"] for r in tiny_losses]
-
-
 def test_report_notes_modified_files_of_a_run(capsys, stopped_run, undrawn):
     assert not [line for line in report([stopped_run]) if "changed" in str(line)]
     swap_tokens(stopped_run / "tokenizer")
