@@ -3,7 +3,7 @@
 python -m benchmarks.gpu_constants [--batches 16,64 --length 512 --json FILE]
 
 The last line has the constants TOKEN_S and SEQUENCE_S of lm/common/cards.py. On a CPU
-(`--device cpu`, tiny sizes) the C++ kernels run, which only shows that the script works.
+(`--device cpu`, tiny sizes) it times the C++ kernels. Such a run only checks that the script works.
 """
 
 import argparse

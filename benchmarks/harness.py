@@ -302,7 +302,7 @@ def run(
         for shape in args.shapes:
             args.shape = shape
             shape_rows = measure(args)
-            if not shape_rows:
+            if args.rows and not shape_rows:
                 raise SystemExit(f"--rows {args.rows}: no row has such a name")
             print_table(make_title(args, thread_count), format_rows(shape_rows))
             conditions = {"shape": shape._asdict(), "threads": thread_count}

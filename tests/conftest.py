@@ -70,11 +70,17 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def messages(monkeypatch):
-    """List of the messages that the code under test prints in this process."""
+    """List of the messages of `say` in this process, which are not printed."""
     from lm.common.console import say
 
     printed = []
-    monkeypatch.setattr(type(say), "__call__", lambda self, text: printed.append(str(text)))
+
+    def record(self, text):
+        if self.enabled:
+            printed.append(str(text))
+
+    monkeypatch.setattr(say, "enabled", True)  # an earlier test may have disabled it
+    monkeypatch.setattr(type(say), "__call__", record)
     return printed
 
 

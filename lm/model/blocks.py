@@ -401,9 +401,13 @@ class FPRNN(FixedPointBlock):
         x0 = seqs.zero_padding(x0)
         x, x_b, x_mixer, x_lambda, conv_tail = x0, x0, x0, x0, None
         if self.config.use_short_conv:
-            convolutions = self.conv1d_x, self.conv1d_b, self.conv1d_mixer, self.conv1d_lambda
-            convolved = [convolve(c, x0, seqs, self.config.d_conv, 0) for c in convolutions]
-            (x, x_b, x_mixer, x_lambda), (conv_tail, *_) = zip(*convolved)  # the tails are equal
+            x, conv_tail = convolve(self.conv1d_x, x0, seqs, self.config.d_conv, 0)
+            # All four convolutions read x0, so one copy of its last tokens is enough.
+            without_tail = seqs._replace(return_state=False)
+            x_b, x_mixer, x_lambda = (
+                convolve(conv1d, x0, without_tail, self.config.d_conv, 0)[0]
+                for conv1d in (self.conv1d_b, self.conv1d_mixer, self.conv1d_lambda)
+            )
         # 2. Compute the recurrence's constants: λ and 1 − λ (b,l,d).
         dtype = torch.promote_types(u.dtype, torch.float32)
         keep = None if seqs.starts is None else 1 - seqs.starts.to(dtype)
@@ -478,7 +482,8 @@ class FPRNN(FixedPointBlock):
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:
             x_and_h = torch.cat([x, y.to(x.dtype)], -1)
-            x_and_h, _ = convolve(self.conv1d_c, x_and_h, seqs, self.config.d_conv, 1)
+            without_tail = seqs._replace(return_state=False)  # `_make_conv_state` returns it
+            x_and_h, _ = convolve(self.conv1d_c, x_and_h, without_tail, self.config.d_conv, 1)
         else:
             x_and_h = torch.cat([x, shift(y, seqs, "f_y").to(x.dtype)], -1)
         c = F.silu(self.c_proj(x_and_h))

@@ -225,16 +225,16 @@ class GatedDeltaProduct(PlainLayer):
     def _convolve(self, u, seqs):
         """Return silu(conv(·)) of the projections q, k, v of u, and the convolutions' last inputs.
 
-        The last inputs are None unless `seqs.return_state`.
+        Each of the last inputs is None unless `seqs.return_state`.
         """
         projections = self.q_proj, self.k_proj, self.v_proj
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        return zip(
-            *(
-                convolve(conv1d, seqs.zero_padding(proj(u)), seqs, self.config.d_conv, index)
-                for index, (proj, conv1d) in enumerate(zip(projections, convolutions))
-            )
-        )
+        convolved = [
+            convolve(conv1d, seqs.zero_padding(proj(u)), seqs, self.config.d_conv, index)
+            for index, (proj, conv1d) in enumerate(zip(projections, convolutions))
+        ]
+        outputs, tails = zip(*convolved)
+        return outputs, tails
 
     def flops_per_token(self, length: int) -> int:
         c, h, n = self.config, self.heads, self.steps

@@ -43,8 +43,8 @@ class ScanState(NamedTuple):
     conv: torch.Tensor  # (b,k−1,·), last inputs of the convolution
 
 
-class ConvolvedLayer(PlainLayer):
-    """Base class of Mamba, Mamba-2 and M²RNN, which have a short convolution."""
+class ScanLayer(PlainLayer):
+    """Base class of Mamba, Mamba-2 and M²RNN: decay rates, and the state after the last token."""
 
     def _rates(self, dtype):
         """Return A < 0, (d,n) or (h,)."""
@@ -60,7 +60,7 @@ def document_keep(seqs: Sequences, dtype: torch.dtype) -> torch.Tensor | None:
     return None if seqs.starts is None else 1 - seqs.starts.to(dtype)
 
 
-class Mamba(ConvolvedLayer):
+class Mamba(ScanLayer):
     """Mamba: h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  out_proj((h_t C_t + D x_t) ⊙ silu(z_t))."""
 
     def __init__(self, config: Any) -> None:
@@ -123,7 +123,7 @@ class Mamba(ConvolvedLayer):
         return 2 * matrices + 2 * d * c.d_conv + SCAN_FLOPS * d * c.d_state
 
 
-class Mamba2(ConvolvedLayer):
+class Mamba2(ScanLayer):
     """Mamba-2: S_t = exp(Δ_t A) S_{t−1} + Δ_t x_t B_tᵀ per head.
 
     The output is out_proj(RMSNorm((S_t C_t + D x_t) ⊙ silu(z_t))).
@@ -321,7 +321,7 @@ def rotate_pairs(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.flatten(-2), rest], -1)
 
 
-class M2RNN(ConvolvedLayer):
+class M2RNN(ScanLayer):
     """M²RNN: a recurrence with a matrix H (n×p) per head.
 
         H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ),    o_t = H_tᵀ q_t + D ⊙ v_t,

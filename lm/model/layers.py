@@ -268,13 +268,14 @@ def convolve(
 
     Args:
         conv1d: The ShortConv.
-        x: Its input (b,l,d), zero at padding.
+        x: Its input (b,l,d); padding is on the right.
         seqs: Properties of the batch. The field `conv` of its state has the inputs before x.
         d_conv: Width of the convolution.
         index: Position of these inputs in `conv`, if `conv` is a tuple.
 
     Returns:
-        silu(conv(x)) (b,l,d), and the last d_conv − 1 inputs, or None unless `seqs.return_state`.
+        silu(conv(x)) (b,l,d), and the last d_conv − 1 inputs (b,d_conv−1,d) if
+        `seqs.return_state`, otherwise None.
     """
     before = seqs.get_state("conv", index)
     segments = None if seqs.starts is None else seqs.starts.cumsum(1)

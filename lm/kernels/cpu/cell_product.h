@@ -27,7 +27,7 @@ inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>)
         const int part = i / half, first = part < parts_of_a ? 0 : LANES<T> - parts_of_a * 2 * half;
         return first + part * 2 * half + i % half;
     };
-#ifdef __clang__
+#ifdef __clang__  // no test compiles this branch: tests have only g++
     return __builtin_shufflevector(a, b, find_lane(lane)...) +
            __builtin_shufflevector(a, b, (find_lane(lane) + half)...);
 #else  // g++ has __builtin_shufflevector only since version 12

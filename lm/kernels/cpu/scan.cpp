@@ -5,8 +5,8 @@
 // Sizes: b sequences, l steps, d channels, n states. A vector holds neighbouring channels: all lanes then do
 // the same arithmetic, B and C are broadcast, and only the sums of dB and dC cross lanes. States are
 // stored as (n,d) for the same reason. The exponentials, most of the work, are computed again in every
-// pass: storing them took 2.4 times as long for (b,l,d,n) = (8,256,256,16). It is faster (0.75 times) only
-// if they fit the L2 cache.
+// pass: storing them took 2.4 times as long for (b,l,d,n) = (8,256,256,16), and 0.75 times as long where
+// they fit into the L2 cache.
 
 #include <algorithm>
 #include <vector>

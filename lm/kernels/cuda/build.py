@@ -30,7 +30,7 @@ STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by st
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
 # Crews per block. Two crews halve the number of launches for large batches, but leave 128 registers
-# per thread, so that up to 1,748 bytes spill. It was not timed on a GPU.
+# per thread, so that up to 1,748 bytes spill. Two crews were not timed on a GPU.
 MAX_CREWS = 2
 MAX_CHANNELS = 48  # of a block: with more, the state does not fit into the registers
 # Time in which blocks exchange words, in units of the work on one channel of eight sequences. It is

@@ -289,11 +289,12 @@ def test_tf32_is_allowed_if_pytorch_allows_it(stand_in, monkeypatch):
     monkeypatch.setattr(adapter, "mamba_chunk_scan_combined", rounded)
     find_fault = triton_build._find_fault.__wrapped__  # not cached
     assert find_fault(adapter._self_check, "kernels") != ""
-    torch.set_float32_matmul_precision("high")
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         assert find_fault(adapter._self_check, "kernels") == ""
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = precision
 
 
 SIZES = dict(d_model=16, n_layer=1, d_state=4, headdim=8, ngroups=2, vocab_size=7)

@@ -51,10 +51,13 @@ COUNTED = dict(
 @pytest.fixture(autouse=True)
 def exact_products():
     """Disable TF32, which cuDNN uses by default."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    products = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    precisions = [product.fp32_precision for product in products]
+    for product in products:
+        product.fp32_precision = "ieee"
     yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    for product, precision in zip(products, precisions):
+        product.fp32_precision = precision
 
 
 @pytest.fixture
