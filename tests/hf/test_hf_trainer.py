@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.hf.models import BASELINES, BLOCKS, VOCAB, build, build_fp64, make_ids
 from tests.marks import slow
@@ -19,6 +18,8 @@ def make_rows(count=4, length=9):
 
 
 def make_trainer(model, path, data=None, **arguments):
+    from transformers import Trainer, TrainingArguments  # takes 3 seconds, in every test process
+
     quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     one_step = {"max_steps": 1, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1}
     training_arguments = TrainingArguments(str(path), **{**quiet, **one_step, **arguments})
@@ -100,6 +101,8 @@ def test_evaluate_predict_and_compute_metrics(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["fp_mamba1", "lstm", "transformer"])
 def test_padding_free_batches_train_like_padded_ones(name, tmp_path):
+    from transformers import DataCollatorWithFlattening
+
     data = [{"input_ids": make_ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 3)]
     trainer = make_trainer(build_fp64(name), tmp_path, data)
     flat = DataCollatorWithFlattening()(data)
