@@ -1,16 +1,24 @@
 """Small models of every kind, for the tests of HuggingFace features."""
 
+import pytest
 import torch
 
 from lm.config.schema import Config
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.training.build import build_model
+from tests.marks import slow
 
 VOCAB, EOS, PAD = 40, 2, 0
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 BASELINES = ("mamba", "mamba2", "mamba3", "lstm", "slstm", "m2rnn", "transformer")
 BASELINES += ("gated_deltanet", "deltaproduct", "kda", "rwkv7")
+every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
+# For code that does not depend on the layers.
+FEW = ("fp_mamba1", "lstm", "transformer")
+few_models = pytest.mark.parametrize(
+    "name", [name if name in FEW else slow(name) for name in (*BLOCKS, *BASELINES)]
+)
 
 
 def fprnn_config(block, **fields):

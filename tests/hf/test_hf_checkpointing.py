@@ -7,9 +7,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lm.model import strategies
-from tests.hf.models import BASELINES, BLOCKS, build, build_fp64, make_ids
-
-every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
+from tests.hf.models import BLOCKS, build, build_fp64, every_model, few_models, make_ids
 
 
 @every_model
@@ -26,7 +24,7 @@ def test_checkpointing_gives_the_same_gradients_twice(name, kwargs):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-7, atol=1e-9, msg=key)
 
 
-@every_model
+@few_models
 def test_each_layer_is_checkpointed_and_called_once(name):
     model = build(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

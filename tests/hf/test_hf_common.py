@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from tests.hf.models import BASELINES, BLOCKS, EOS, VOCAB, build, build_fp64, make_ids
-
-OURS = (*BLOCKS, *BASELINES)
-every_model = pytest.mark.parametrize("name", OURS)
+from tests.hf.models import BLOCKS, EOS, VOCAB, build, build_fp64, every_model, few_models, make_ids
 
 
 def make_ids_with_eos(rows=2, length=9):
@@ -32,7 +29,7 @@ def list_tensors(output):
 # Outputs
 
 
-@every_model
+@few_models
 @pytest.mark.parametrize("base", [False, True], ids=["head", "base"])
 def test_tuple_and_dict_outputs_hold_the_same(name, base):
     model = build(name).eval().base_model if base else build(name).eval()
@@ -79,7 +76,7 @@ def test_output_is_the_same_twice_and_in_any_batch(name):
             torch.testing.assert_close(a[row : row + 1], b, rtol=1e-7, atol=1e-8)
 
 
-@every_model
+@few_models
 @torch.no_grad()
 def test_embeddings_give_the_same_as_their_ids(name):
     model, x = build_fp64(name).eval(), make_ids_with_eos()
@@ -127,7 +124,7 @@ def test_initialization_sets_every_weight_from_the_seed(name):
 # Embeddings
 
 
-@every_model
+@few_models
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_vocabulary_can_be_resized(name, tied):
     model = build(name, tie_embeddings=tied).eval()
@@ -147,7 +144,7 @@ def test_the_vocabulary_can_be_resized(name, tied):
 # Saving and loading
 
 
-@every_model
+@few_models
 def test_base_model_loads_from_language_model_and_back(name, tmp_path):
     model = build(name, tie_embeddings=False).eval()
     model.save_pretrained(tmp_path / "whole")
@@ -161,7 +158,7 @@ def test_base_model_loads_from_language_model_and_back(name, tmp_path):
     assert torch.equal(reloaded.eval().base_model(make_ids())[0], model.base_model(make_ids())[0])
 
 
-@every_model
+@few_models
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_weight_file_is_complete_and_loads_exactly(name, tied, tmp_path):
     model = build(name, tie_embeddings=tied).eval()

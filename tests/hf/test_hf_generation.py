@@ -7,10 +7,9 @@ from transformers import AutoTokenizer
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from lm.model.state import FPRNNCache
-from tests.hf.models import BASELINES, BLOCKS, EOS, PAD, VOCAB, build_fp64, make_ids
+from tests.hf.models import BLOCKS, EOS, PAD, VOCAB, build_fp64, every_model, few_models, make_ids
 
 every_block = pytest.mark.parametrize("name", BLOCKS)
-every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 GREEDY = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": PAD}
 DICT = {
     "return_dict_in_generate": True,
@@ -130,7 +129,7 @@ def test_an_unknown_argument_is_refused():
         build_with_large_head("fp_mamba1").generate(make_ids(1, 6), lables=make_ids(1, 6), **GREEDY)
 
 
-@every_model
+@few_models
 def test_stop_strings_and_output_attentions_are_accepted(name, byte_tokenizer):
     tokenizer, model = AutoTokenizer.from_pretrained(byte_tokenizer), build_with_large_head(name)
     prompt, options = make_ids(1, 5), {**GREEDY, "min_new_tokens": 0, "eos_token_id": None}

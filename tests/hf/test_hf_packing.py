@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from lm.model.batch import find_document_starts
-from tests.hf.models import BASELINES, BLOCKS, EOS, PAD, build_fp64, make_ids
+from tests.hf.models import BLOCKS, EOS, PAD, build_fp64, every_model, few_models, make_ids
 
-OURS = (*BLOCKS, *BASELINES)
 every_block = pytest.mark.parametrize("name", BLOCKS)
-every_model = pytest.mark.parametrize("name", OURS)
 # Two rows of eleven tokens: documents of 4, 6 and 1 tokens, and of 9 and 2.
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]])
 DOCUMENT_NUMBERS = torch.tensor([[0] * 4 + [1] * 6 + [5], [7] * 9 + [8] * 2])
@@ -94,7 +92,7 @@ def test_segment_with_positions_from_0_starts_a_document(name):
     assert_close(rest, model(tokens).logits[:, 4:])
 
 
-@every_model
+@few_models
 @torch.no_grad()
 def test_increasing_positions_change_nothing(name):
     model, tokens = build_fp64(name).eval(), make_ids(2, 11)
@@ -116,7 +114,7 @@ def test_document_starts_are_found():
 # Logits
 
 
-@every_model
+@few_models
 @torch.no_grad()
 def test_logits_to_keep_selects_positions(name):
     model, tokens = build_fp64(name).eval(), make_ids(2, 11)

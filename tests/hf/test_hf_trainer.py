@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from tests.hf.models import BASELINES, BLOCKS, VOCAB, build, build_fp64, make_ids
+from tests.hf.models import BASELINES, BLOCKS, VOCAB, build, build_fp64, few_models, make_ids
 from tests.marks import slow
-
-every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
 
 def make_rows(count=4, length=9):
@@ -78,7 +76,7 @@ def test_label_smoothing_shifts_the_labels(tmp_path):
         torch.testing.assert_close(loss, expected)
 
 
-@every_model
+@few_models
 def test_evaluate_predict_and_compute_metrics(name, tmp_path):
     shapes, model = [], build(name)
 
