@@ -70,7 +70,7 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def messages(monkeypatch):
-    """List of the messages of `say` in this process, which are not printed."""
+    """List of the messages that this process would print by `say`."""
     from lm.common.console import say
 
     printed = []

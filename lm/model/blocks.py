@@ -140,7 +140,7 @@ class FPMamba(FixedPointBlock):
         return SolveInputs(wide_x, z, projections, mixer, seqs, recurrence, conv_tail)
 
     def _convolve_input(self, x, seqs):
-        """Return silu(conv(x)) of x (b,l,·) and the last inputs; without convolution x and None."""
+        """Return silu(conv(x)), x (b,l,·), and its last inputs; without `conv1d` x and None."""
         x = seqs.zero_padding(x)
         if not self.config.use_short_conv:
             return x, None
@@ -471,8 +471,9 @@ class FPRNN(FixedPointBlock):
             return ()
         x, seqs = inputs.recurrence.x, inputs.seqs
         x_and_h = torch.cat([x, y.to(x.dtype)], -1)
-        before = seqs.get_state("conv", 1)
-        return inputs.conv_tail, last_valid_tokens(x_and_h, self.config.d_conv - 1, before, seqs)
+        earlier_inputs = seqs.get_state("conv", 1)
+        tail = last_valid_tokens(x_and_h, self.config.d_conv - 1, earlier_inputs, seqs)
+        return inputs.conv_tail, tail
 
     def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y.
@@ -482,7 +483,7 @@ class FPRNN(FixedPointBlock):
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:
             x_and_h = torch.cat([x, y.to(x.dtype)], -1)
-            without_tail = seqs._replace(return_state=False)  # `_make_conv_state` returns it
+            without_tail = seqs._replace(return_state=False)  # `_make_conv_state` makes it
             x_and_h, _ = convolve(self.conv1d_c, x_and_h, without_tail, self.config.d_conv, 1)
         else:
             x_and_h = torch.cat([x, shift(y, seqs, "f_y").to(x.dtype)], -1)

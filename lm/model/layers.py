@@ -277,10 +277,10 @@ def convolve(
         silu(conv(x)) (b,l,d), and the last d_conv − 1 inputs (b,d_conv−1,d) if
         `seqs.return_state`, otherwise None.
     """
-    before = seqs.get_state("conv", index)
+    earlier_inputs = seqs.get_state("conv", index)
     segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-    tail = last_valid_tokens(x, d_conv - 1, before, seqs) if seqs.return_state else None
-    return conv1d(x, segments, before), tail
+    tail = last_valid_tokens(x, d_conv - 1, earlier_inputs, seqs) if seqs.return_state else None
+    return conv1d(x, segments, earlier_inputs), tail
 
 
 class RMSNorm(nn.Module):

@@ -14,7 +14,7 @@ BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 BASELINES = ("mamba", "mamba2", "mamba3", "lstm", "slstm", "m2rnn", "transformer")
 BASELINES += ("gated_deltanet", "deltaproduct", "kda", "rwkv7")
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
-# For code that does not depend on the layers.
+# For tests of code that all kinds of layers share.
 FEW = ("fp_mamba1", "lstm", "transformer")
 few_models = pytest.mark.parametrize(
     "name", [name if name in FEW else slow(name) for name in (*BLOCKS, *BASELINES)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.hf.models import BASELINES, BLOCKS, VOCAB, build, build_fp64, few_models, make_ids
+from tests.hf.models import BASELINES, BLOCKS, FEW, VOCAB, build, build_fp64, few_models, make_ids
 from tests.marks import slow
 
 
@@ -97,7 +97,7 @@ def test_evaluate_predict_and_compute_metrics(name, tmp_path):
     assert trainer.predict(make_rows()).predictions.shape == (4, 9, VOCAB)
 
 
-@pytest.mark.parametrize("name", ["fp_mamba1", "lstm", "transformer"])
+@pytest.mark.parametrize("name", FEW)
 def test_padding_free_batches_train_like_padded_ones(name, tmp_path):
     from transformers import DataCollatorWithFlattening
 

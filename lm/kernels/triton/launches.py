@@ -16,8 +16,7 @@ import torch
 
 from lm.kernels.triton.build import launch
 
-# Schedules in the cache. A model needs one per shape of a layer, chunk length, batch
-# size and pass.
+# Schedules in the cache. A model needs one per layer shape, chunk length, batch size and pass.
 MAX_SCHEDULES = 32
 
 

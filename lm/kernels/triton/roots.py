@@ -250,8 +250,13 @@ def _has_no_zero(c0, c1, c2, c3):
 def _is_picards_root(equation, phi_0, root):
     """Return whether damped Picard from zero converges to a root (T,).
 
-    docs/proofs.md explains the steps. phi_0: φ(0), (T,). Equations with a negative
+    docs/proofs.md ("Newton's root and its proof") explains the steps. Equations with a negative
     root are mirrored, so that `r` = |root| is their root. n0 + n1 s has the sign of φ′(s).
+
+    Args:
+        equation: The equations.
+        phi_0: φ(0), (T,).
+        root: A root of each equation, (T,).
     """
     side = tl.where(root < 0.0, -1.0, 1.0)
     alpha = equation[0] * side

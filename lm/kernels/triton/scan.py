@@ -274,7 +274,8 @@ def _grad_kernel(
         Bs, Cs, decays, hs = (), (), (), (h,)
         for j in tl.static_range(TILE):
             Bs += (tl.load(B + BC_offset + j),)
-            Cs += (tl.load(C + BC_offset + j),)  # before the stores of the loop below
+            # C is loaded here, because the loop below stores: a load must not pass these stores.
+            Cs += (tl.load(C + BC_offset + j),)
             exponent = dts[j] * (A_s * LOG2E)
             if keep is not None:
                 exponent += log_keeps[j]
