@@ -516,11 +516,13 @@ def make_launch_cases(d, n, r, kind):
     "sizes, targets", [([DEFAULT], [80]), slow(TRAINED, [80, 90])], ids=["default", "all"]
 )
 def test_kernels_do_not_spill_and_products_load_asynchronously(sizes, targets, monkeypatch):
-    """Loads of 16 bytes run while the tensor cores compute."""
+    """Loads of 16 bytes run while the tensor cores compute the block of channels before.
+
+    With d = 256, the product has a single block, and thus nothing to load meanwhile.
+    """
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     cases = [case for arguments in sizes for case in make_launch_cases(**arguments)]
-    results = assert_nothing_spills(cases, targets)
-    copies = [
-        r["copies"] for r in results if "product" in r["case"]["kernel"] and r["target"] == 80
-    ]
+    results = [r for r in assert_nothing_spills(cases, targets) if r["target"] == 80]
+    products = [r for r in results if "product" in r["case"]["kernel"]]
+    copies = [r["copies"] for r in products if r["case"]["arguments"]["d"] > 256]
     assert len(copies) >= 2 and all(copies)
