@@ -13,13 +13,18 @@ from tests import golden
 from tests.golden import HERE, TAGS, Result, relative_error, run_case
 from tests.golden.__main__ import main
 from tests.golden.reference import reference_config
+from tests.marks import slow
 
 SHARED = Path(__file__).parents[3] / "shared/golden"
-# A case in both folders has the same content.
-CASES = {path.stem: path for path in [*SHARED.glob("*.json"), *HERE.glob("*.json")]}.values()
+OWN_CASES = sorted(HERE.glob("*.json"))
+OTHER_CASES = {path.stem: path for path in sorted(SHARED.glob("*.json"))}
+for path in OWN_CASES:
+    OTHER_CASES.pop(path.stem, None)  # a case in both folders has the same content
 
 
-@pytest.mark.parametrize("path", CASES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+@pytest.mark.parametrize(
+    "path", [*OWN_CASES, *map(slow, OTHER_CASES.values())], ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
 def test_case(path):
     results = run_case(path)
     for result in results:
@@ -34,7 +39,7 @@ def test_case(path):
 
 
 def test_repository_has_four_cases():
-    assert len(list(HERE.glob("*.json"))) == 4
+    assert len(OWN_CASES) == 4
 
 
 # Damaged copies of a case.

@@ -143,7 +143,8 @@ def test_unsupported_equations_are_refused():
         triton_roots.find_roots(*random_coefficients(2, 2))
 
 
-@pytest.mark.parametrize("rank", [1, slow(2), slow(4), slow(8)])
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+@pytest.mark.slow
 def test_no_register_spills(rank):
     with record_launches(triton_roots) as cases:
         triton_roots.find_roots(*cast_to_fp32(random_coefficients(5, rank), DEVICE))

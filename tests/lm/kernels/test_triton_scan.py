@@ -179,6 +179,7 @@ def make_launch_cases(d, n, dtype, in_two_chunks, length=128):
 TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]  # d, n
 
 
+@pytest.mark.slow
 def test_no_register_spills_at_the_default_shape():
     """Every kernel on one GPU: a compilation takes seconds."""
     cases = make_launch_cases(1536, 16, torch.bfloat16, in_two_chunks=True)

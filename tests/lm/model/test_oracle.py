@@ -319,37 +319,68 @@ def gradients(output, leaves, cotangent):
     return dict(zip(leaves, grads))
 
 
-def compare_gradients(block, tol, starts=None, mask=None):
-    """Compare the block's output, and the gradients of its input and of every parameter."""
+@functools.cache
+def differentiate_oracle(name, side, dtype, n_backwards):
+    """Return a block's output from the oracle and its gradients by name.
+
+    Args:
+        name: Key of CASES.
+        side: Side of the padding, if there are documents and padding.
+        dtype: Precision to which the input and the parameters are rounded.
+        n_backwards: Number of steps of a one-step gradient, or 0 for the solution's gradient.
+    """
+    gradient = dict(gradient="one_step", n_backwards=n_backwards) if n_backwards else {}
+    block = make_block(dtype, **{**CASES[name], **gradient})
+    starts, mask = (None, None) if side is None else mark_documents_and_padding(side)
     u, _ = draw_inputs(block)
-    dtype = block.out_proj.weight.dtype
-    cotangent = normal(*u.shape, seed=3)
-    cotangent = cotangent if mask is None else cotangent * mask.unsqueeze(-1)
-    ours = {"input": u.to(dtype).requires_grad_(), **dict(block.named_parameters())}
-    out, stats = block(ours["input"], Sequences(mask, starts))
-    assert (stats.failed == 0).all()
     parameters = copy_parameters(block, requires_grad=True)
-    theirs = {"input": ours["input"].detach().double().requires_grad_()}
-    theirs |= {name: parameters[name] for name in ours if name != "input"}
-    expected = oracle.block_output(parameters, block.config, theirs["input"], starts, mask)
+    leaves = {"input": u.to(dtype).double().requires_grad_()}
+    leaves |= {k: parameters[k] for k, _ in block.named_parameters()}
+    output = oracle.block_output(parameters, block.config, leaves["input"], starts, mask)
+    return output.detach(), gradients(output, leaves, draw_cotangent(u, mask))
+
+
+def draw_cotangent(u, mask):
+    cotangent = normal(*u.shape, seed=3)
+    return cotangent if mask is None else cotangent * mask.unsqueeze(-1)
+
+
+def compare_gradients(name, max_error, side=None, dtype=torch.float64, **fields):
+    """Compare a block's output, and the gradients of its input and of every parameter.
+
+    Args:
+        name: Key of CASES.
+        max_error: Largest permitted error, relative to the largest entry.
+        side: Side of the padding, if there are documents and padding.
+        dtype: Precision of the block.
+        fields: Further fields of the model; the solution must not depend on them.
+    """
+    block = make_block(dtype, **{**CASES[name], **fields})
+    starts, mask = (None, None) if side is None else mark_documents_and_padding(side)
+    u, _ = draw_inputs(block)
+    leaves = {"input": u.to(dtype).requires_grad_(), **dict(block.named_parameters())}
+    out, stats = block(leaves["input"], Sequences(mask, starts))
+    assert (stats.failed == 0).all()
     out = out if mask is None else out * mask.unsqueeze(-1)
-    assert_alike(out, expected, tol, "output")
-    our_grads = gradients(out, ours, cotangent.to(dtype))
-    for name, grad in gradients(expected, theirs, cotangent).items():
+    n_backwards = block.config.n_backwards if block.config.gradient == "one_step" else 0
+    expected, expected_grads = differentiate_oracle(name, side, dtype, n_backwards)
+    assert_alike(out, expected, max_error, "output")
+    grads = gradients(out, leaves, draw_cotangent(u, mask).to(dtype))
+    for name, grad in expected_grads.items():
         assert grad.abs().max() > 0, f"{name} has no gradient, so the comparison tests nothing"
-        assert_alike(our_grads[name], grad, tol, name)
+        assert_alike(grads[name], grad, max_error, name)
 
 
 @every_case
 def test_exact_gradient_equals_the_oracle(name, monkeypatch):
     use_backend("plain", monkeypatch)
-    compare_gradients(make_block(**CASES[name], schedule="sequential"), 1e-9)
+    compare_gradients(name, 1e-9, schedule="sequential")
 
 
 @representative_cases
 def test_kernels_exact_gradient_equals_the_oracle(name, monkeypatch):
     use_backend("cpu", monkeypatch)
-    compare_gradients(make_block(**REPRESENTATIVES[name], schedule="sequential"), 1e-9)
+    compare_gradients(name, 1e-9, schedule="sequential")
 
 
 GRADIENTS = {
@@ -373,14 +404,13 @@ GRADIENTS = {
     ],
 )
 def test_other_gradients_equal_the_oracle(name, kind):
-    compare_gradients(make_block(**{**REPRESENTATIVES[name], **GRADIENTS[kind]}), 1e-9)
+    compare_gradients(name, 1e-9, **GRADIENTS[kind])
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("name", ["fp_mamba1-everything", "fp_mamba2-householder4", "fp_rnn-conv"])
 def test_gradients_of_packed_documents_equal_the_oracle(name, kind):
-    block = make_block(**REPRESENTATIVES[name], **GRADIENTS[kind])
-    compare_gradients(block, 1e-9, *mark_documents_and_padding("right"))
+    compare_gradients(name, 1e-9, "right", **GRADIENTS[kind])
 
 
 @pytest.mark.parametrize("backend", ["plain", "cpu"])
@@ -388,7 +418,7 @@ def test_gradients_of_packed_documents_equal_the_oracle(name, kind):
 def test_fp32_equals_the_oracle_to_rounding(name, backend, monkeypatch):
     use_backend(backend, monkeypatch)
     # The inner iteration of full-rank mixers ends at a relative residual of 1e-5.
-    compare_gradients(make_block(torch.float32, **{**REPRESENTATIVES[name], **FP32_RULE}), 2e-4)
+    compare_gradients(name, 2e-4, dtype=torch.float32, **FP32_RULE)
 
 
 MODELS = {

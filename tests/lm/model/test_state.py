@@ -10,14 +10,11 @@ from lm.model.state import Sequences, last_valid_tokens
 
 EOS = 0
 BLOCKS = {
-    f"{block}{'-conv' * conv}{'-gate_inside' * glu}": dict(
-        block=block, use_short_conv=conv, glu_in_loop=glu
-    )
+    f"{block}{'-conv' * conv}": dict(block=block, use_short_conv=conv)
     for block in ("fp_mamba1", "fp_mamba2", "fp_rnn")
     for conv in (False, True)
-    for glu in (False, True)
-    if not (glu and block == "fp_rnn")
 }
+BLOCKS["fp_mamba1-conv-gate_inside"] = dict(use_short_conv=True, glu_in_loop=True)
 BLOCKS["fp_mamba1-dt"] = dict(dt_h_dep=True)
 SEGMENTS = {
     "whole": (24,),
