@@ -26,8 +26,7 @@ def list_variants():
                 fields = {k: v for k, v in fields.items() if k != "dt_h_dep"}
                 if variant == "gate inside":
                     continue
-            # These take seconds each.
-            marks = [pytest.mark.slow] if variant == "kronecker" and block != "fp_mamba1" else []
+            marks = [pytest.mark.slow] if variant == "kronecker" else []
             yield pytest.param(block, fields, id=f"{block}, {variant}", marks=marks)
 
 

@@ -10,7 +10,7 @@ from tests.marks import slow
 SETTINGS = [
     *({"name": name} for name in BLOCKS),
     {"layers": "mamba attention fp_mamba1", "n_layer": 3},
-    {"schedule": "window:4", "mixer": "kronecker"},
+    {"schedule": "window:4"},
 ]
 
 

@@ -24,6 +24,14 @@ SCALES = ("small", "paper")
 BOTH_SCALES = pytest.mark.parametrize("scale", SCALES)
 
 
+@pytest.fixture
+def unsaved(monkeypatch):
+    """Write empty files instead of figures, which would take most of the time."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: path.write_bytes(b""))
+
+
 @BOTH_SCALES
 @pytest.mark.parametrize("name", NAMES)
 def test_all_points_of_all_configs_are_valid(name, scale):
@@ -54,7 +62,8 @@ def test_all_models_can_be_built(scale):
             cfg.model.d_model = max(64, cfg.model.d_model // 8)
             key = cfg.model.model_dump_json()
             if key not in models:
-                models[key] = build_section(cfg.model, cfg.solver, vocab_size=12, seq_len=16)
+                with torch.device("meta"):
+                    models[key] = build_section(cfg.model, cfg.solver, vocab_size=12, seq_len=16)
     assert all(isinstance(model, torch.nn.Module) for model in models.values())
 
 
@@ -95,7 +104,7 @@ def test_report_writes_figure_table_and_measurements(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["png", "tex", "csv"])
-def test_report_does_not_replace_unrelated_files(tmp_path, kind):
+def test_report_does_not_replace_unrelated_files(tmp_path, kind, unsaved):
     fabricate_all("tab2", tmp_path)
     other_file = tmp_path / "reports/small" / f"tab2.{kind}"
     other_file.parent.mkdir(parents=True)
@@ -109,7 +118,7 @@ def test_report_does_not_replace_unrelated_files(tmp_path, kind):
         report.report("tab2", overrides=overrides)
 
 
-def test_the_papers_values_are_printed_with_their_scale(tmp_path, capsys):
+def test_the_papers_values_are_printed_with_their_scale(tmp_path, capsys, unsaved):
     fabricate_all("tab2", tmp_path)
     report.report("tab2", "small", (f"out_dir={tmp_path}",))
     output = " ".join(capsys.readouterr().out.split())
@@ -122,7 +131,7 @@ def test_the_papers_values_are_printed_with_their_scale(tmp_path, capsys):
     assert "Fig. 4 is a figure without numbers" in report.describe_paper(report.REPORTS["fig4"], "")
 
 
-def test_csv_of_curves_matches_results(tmp_path):
+def test_csv_of_curves_matches_results(tmp_path, unsaved):
     configs = fabricate_all("fig10", tmp_path)
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
     values = {
@@ -139,7 +148,7 @@ def test_csv_of_curves_matches_results(tmp_path):
     assert not values
 
 
-def test_unfinished_curricula_are_noted(tmp_path, capsys):
+def test_unfinished_curricula_are_noted(tmp_path, capsys, unsaved):
     cfg, *_ = fabricate_all("demo", tmp_path)
     path = cfg.run_dir / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "trained_length": 8}))
@@ -148,7 +157,7 @@ def test_unfinished_curricula_are_noted(tmp_path, capsys):
     assert "its curriculum ended at length 8: it was never trained at 16" in output
 
 
-def test_longest_solved_length_over_training_time(tmp_path):
+def test_longest_solved_length_over_training_time(tmp_path, unsaved):
     fabricate_all("fig5", tmp_path)
     paths = report.report("fig5", overrides=(f"out_dir={tmp_path}",))
     rows = [r for r in read_csv(paths["numbers"]) if r["label"] == "ℓmax unlimited"]
@@ -230,7 +239,7 @@ def test_commands_of_missing_runs_can_be_parsed(tmp_path, capsys, monkeypatch):
     ]
 
 
-def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys):
+def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys, unsaved):
     expanded = sweep("fig1", "small", f"out_dir={tmp_path}")
     for i in (1, 3):
         fabricate(expanded.configs[i], solved_length=20.0)
@@ -243,14 +252,14 @@ def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys):
     assert (tmp_path / "reports/small/fig1.png").exists()
 
 
-def test_run_with_another_config_is_noted(tmp_path, capsys):
+def test_run_with_another_config_is_noted(tmp_path, capsys, unsaved):
     steps = fabricate_all("fig3c", tmp_path)[0].train.steps
     report.report("fig3c", overrides=(f"out_dir={tmp_path}", "train.steps=9"))
     note = f"was trained with another config: train.steps was {steps}, is 9"
     assert note in capsys.readouterr().out
 
 
-def test_scatter_needs_both_tasks(tmp_path):
+def test_scatter_needs_both_tasks(tmp_path, unsaved):
     expanded = sweep("fig2", "small", f"out_dir={tmp_path}")
     fabricate(expanded.configs[0], solved_length=20.0)
     with pytest.raises(ReportError, match="no model has finished both copy and word_problem"):
@@ -279,7 +288,7 @@ sweep:
 """
 
 
-def test_report_run_trains_missing_runs_once(tmp_path, capsys):
+def test_report_run_trains_missing_runs_once(tmp_path, capsys, unsaved):
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
     args = ["--config", str(config), f"out_dir={tmp_path / 'runs'}"]
@@ -295,7 +304,7 @@ def test_report_run_trains_missing_runs_once(tmp_path, capsys):
     assert {r["step"] for r in read_csv(tmp_path / "runs/reports/small/fig6.csv")} == {"2", "4"}
 
 
-def test_finished_runs_are_drawn_after_a_failure(tmp_path, capsys, monkeypatch):
+def test_finished_runs_are_drawn_after_a_failure(tmp_path, capsys, monkeypatch, unsaved):
     from lm.common.errors import TrainingError
 
     first = sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0]

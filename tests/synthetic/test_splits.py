@@ -42,7 +42,7 @@ UNIFORM_LENGTH_TASKS = {
     "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }
 CASES = {name: Case(*case) for name, case in (SEQUENCE_TASKS | UNIFORM_LENGTH_TASKS).items()}
-UPDATES = 300
+UPDATES = 150
 
 
 def read_samples(task, batch) -> list[tuple]:

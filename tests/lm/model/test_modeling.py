@@ -157,12 +157,13 @@ def test_a_layer_may_be_narrower_than_the_model():
 @pytest.mark.parametrize("kind", [kind for kind in FIELDS_BY_KIND if kind != "lstm"])
 def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     """Kaiming's bound over √n_layer; loaded weights are not scaled again."""
+    n_layer = 4
     block = kind if kind in FIXED_POINT_KINDS else "fp_mamba1"
     fields = dict(layers=kind, block=block, headdim=8, glu_in_loop=False, mixer="dplr")
-    model = small(n_layer=16, **fields)
+    model = small(n_layer=n_layer, **fields)
     for layer in model.backbone.layers:
         weight = layer.block.out_proj.weight.detach()
-        bound = weight.shape[1] ** -0.5 / 16**0.5
+        bound = weight.shape[1] ** -0.5 / n_layer**0.5
         assert 0.9 * bound < weight.abs().max() <= bound * 1.001
     model.save_pretrained(tmp_path)
     loaded = FPRNNForCausalLM.from_pretrained(tmp_path)

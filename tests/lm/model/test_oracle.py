@@ -130,12 +130,12 @@ REPRESENTATIVES = {
         "fp_rnn-selective_dense",
     )
 }
-# For expensive tests: each toggle in a single block, in turn, and each mixer in FP-Mamba-1 and in
-# another block. The other cases are slow.
+# For expensive tests: each toggle in a single block, in turn, and each mixer in FP-Mamba-1. The
+# other cases are slow.
 FAST = {f"{list(BLOCKS)[i % 3]}-{name}" for i, name in enumerate(FIELDS_OF_EVERY_BLOCK)}
-FAST |= {f"{('fp_rnn', 'fp_mamba2')[i % 2]}-{name}" for i, name in enumerate(MIXERS)}
-FAST |= {name for name in CASES if name.partition("-")[2] not in FIELDS_OF_EVERY_BLOCK | MIXERS}
+FAST |= {f"{list(BLOCKS)[i % 2]}-{name}" for i, name in enumerate(FIELDS_OF_MAMBA)}
 FAST |= {f"fp_mamba1-{name}" for name in MIXERS}
+FAST |= set(REPRESENTATIVES)
 every_case = pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in CASES])
 representative_cases = pytest.mark.parametrize("name", REPRESENTATIVES)
 
@@ -280,9 +280,9 @@ def solve_by_oracle(name, side=None):
 @pytest.mark.parametrize(
     "name, rule",
     [
-        slow(name, rule) if rule == "paper" and name not in REPRESENTATIVES else (name, rule)
+        (name, rule) if name in quick else slow(name, rule)
+        for rule, quick in (("parallel", CASES), ("sequential", FAST), ("paper", REPRESENTATIVES))
         for name in CASES
-        for rule in ("parallel", "sequential", "paper")
     ],
 )
 @torch.no_grad()

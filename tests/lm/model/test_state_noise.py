@@ -11,6 +11,7 @@ from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Adversary, draw_state_noise
+from tests.marks import slow
 
 SIGMA, LENGTH = 0.3, 9
 MODELS = {
@@ -23,6 +24,18 @@ MODELS = {
     "fp_rnn": dict(block="fp_rnn", mixer_rank=2),
 }
 SCHEDULES = ("sequential", "window:4", "parallel")
+
+
+def make_cases(values):
+    """Return (model, schedule, value); two of three cases are slow."""
+    return [
+        case if (i + j) % 3 == 2 else slow(*case)
+        for i, name in enumerate(MODELS)
+        for j, schedule in enumerate(SCHEDULES)
+        for case in [(name, schedule, values[(i + j) % 2])]
+    ]
+
+
 PRECISE = dict(tol=1e-30, max_iters=99)  # windows run all iterations
 
 
@@ -58,14 +71,7 @@ def assert_same(ours, theirs, tol=1e-7):
         torch.testing.assert_close(ours[name], expected, rtol=tol, atol=tol, msg=name)
 
 
-@pytest.mark.parametrize(
-    "name, schedule, kernels",
-    [
-        (name, schedule, ("plain", "auto")[(i + j) % 2])
-        for i, name in enumerate(MODELS)
-        for j, schedule in enumerate(SCHEDULES)
-    ],
-)
+@pytest.mark.parametrize("name, schedule, kernels", make_cases(("plain", "auto")))
 def test_noise_is_added_to_the_state_that_is_read(name, schedule, kernels, monkeypatch):
     """Compare with a shift that adds the noise itself, for all tokens at once."""
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
@@ -159,14 +165,7 @@ def run_two_passes(model, seed=2):
     return {**grads, "first": logits[0], "second": logits[1]}, adversary
 
 
-@pytest.mark.parametrize(
-    "name, schedule, sigma",
-    [
-        (name, schedule, (SIGMA, 0.0)[(i + j) % 2])
-        for i, name in enumerate(MODELS)
-        for j, schedule in enumerate(SCHEDULES)
-    ],
-)
+@pytest.mark.parametrize("name, schedule, sigma", make_cases((SIGMA, 0.0)))
 def test_second_pass_follows_the_gradient_of_the_first(name, schedule, sigma, monkeypatch):
     """Compare with finite differences of noise that the shift adds."""
     ours, adversary = run_two_passes(model_of(name, schedule=schedule, state_noise=sigma))

@@ -11,6 +11,7 @@ from lm.model.layers import collect_parameters
 from lm.model.mixers import Mixer
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences, WeightCache, cached, last_valid_tokens
+from tests.marks import slow
 
 BLOCKS = [
     {},
@@ -18,10 +19,10 @@ BLOCKS = [
     {"block": "fp_rnn", "use_short_conv": True},
     {"dt_h_dep": True, "b_h_dep": False},
     {"mixer": "mixture", "mixer_rank": 2},
-    {"mixer": "nonselective", "glu_in_loop": True},
     {"mixer_proj_rank": 3, "contractive": 0.5},
 ]
-every_block = pytest.mark.parametrize("settings", BLOCKS, ids=str)
+FULL_RANK = {"mixer": "nonselective", "glu_in_loop": True}
+every_block = pytest.mark.parametrize("settings", [*BLOCKS, slow(FULL_RANK)], ids=str)
 
 
 def model_of(n_layer=2, **settings):

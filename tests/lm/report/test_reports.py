@@ -298,7 +298,9 @@ def test_parts_of_an_update_are_stacked(tmp_path):
     assert {name: values.iloc[-1] for name, values in panel.items()} == {
         name: seconds for name, seconds in parts.items() if seconds
     }
-    write_report(folder)
+    all_figures, _ = figures.make_figures(read_all([folder]), "Speed and memory")
+    (stacked,) = (figure for figure in all_figures if figure.spec.is_stacked)
+    assert len(figures.draw(stacked).axes[0].collections) == 4
 
 
 def test_tables_of_scores_and_events(tmp_path, undrawn):
@@ -370,7 +372,7 @@ def test_names_are_escaped(tmp_path):
     """HTML and matplotlib show labels as they are, and the page needs no other file."""
     folders = [tmp_path / "_a$x_1$" / "r", tmp_path / "<script>alert(1)</script>|`b`" / "r"]
     for folder in folders:
-        write_run(folder, make_records([0]))
+        write_run(folder, make_records(None)[:7])  # a few figures
     text = write_report(folders, tmp_path / "out")
     assert "_a$x_1$/r is done" in text and "<script>alert(1)</script>|`b`/r done" in text
     page = (tmp_path / "out/report.html").read_text()
