@@ -150,8 +150,8 @@ from lm.data.batches.loader import build
 from lm.data.corpus.prepare import prepare
 from lm.data.corpus.tokenizer import load_tokenizer
 cfg = build_config({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,
-    "train_bytes": 100000}, "data": {"source": "fineweb", "seq_len": 128,
-    "val_tokens": 5000, "shuffle_buffer": 300, "workers": 2}})
+    "train_bytes": 20000}, "data": {"source": "fineweb", "seq_len": 128,
+    "val_tokens": 1000, "shuffle_buffer": 300, "workers": 2}})
 tokenizer = load_tokenizer(cfg, cfg.run_dir)
 corpus = prepare(cfg, tokenizer, cfg.run_dir)
 train, validation = build(cfg, tokenizer, cfg.run_dir)
@@ -167,7 +167,7 @@ del train, resumed
         tmp_path,
         **hub,
     )
-    assert output.split() == ["False", "5000", "True"]
+    assert output.split() == ["False", "1000", "True"]
 
 
 def test_unreachable_hub_has_exit_status_69(monkeypatch):
