@@ -6,12 +6,10 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.utils import logging
@@ -20,20 +18,14 @@ from benchmarks import paper
 from benchmarks.harness import Shape
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.scan import selective_scan, selective_scan_plain
+from lm.model.scan import selective_scan_plain
 
 logging.set_verbosity_error()  # hides its note on missing Mamba kernels
 
 
-@contextlib.contextmanager
-def use_kernels(name: str) -> Iterator[None]:
-    """Set FPRNN_KERNELS within the `with` block."""
-    previous = os.environ.get("FPRNN_KERNELS", "auto")
-    os.environ["FPRNN_KERNELS"] = name
-    try:
-        yield
-    finally:
-        os.environ["FPRNN_KERNELS"] = previous
+def use_kernels(name: str) -> mock._patch_dict:
+    """Return a context manager (and decorator) that sets FPRNN_KERNELS."""
+    return mock.patch.dict(os.environ, FPRNN_KERNELS=name)
 
 
 # Solver options: the paper's procedure in our implementation (paper.py is independent), and the
@@ -51,7 +43,7 @@ EXACT_FIELDS = {"token": "exact", "schedule": "auto", "gradient": "exact"}
 def solve_with(
     model: FPRNNForCausalLM, kernel: str = "auto", **fields: Any
 ) -> Iterator[FPRNNForCausalLM]:
-    """Set the solver fields of a model and FPRNN_KERNELS within the `with` block."""
+    """Set the solver fields of a model and FPRNN_KERNELS in a `with` block or a function."""
     with model.solving(**fields), use_kernels(kernel):
         yield model
 
@@ -59,11 +51,6 @@ def solve_with(
 def scan_in_chunks(*inputs: Tensor) -> Tensor:
     """Compute our scan in plain PyTorch, with the signature of `paper.Scan`."""
     return selective_scan_plain(*inputs)[0]
-
-
-def scan_with_kernel(*inputs: Tensor) -> Tensor:
-    """Compute our scan with the fastest kernel, with the signature of `paper.Scan`."""
-    return selective_scan(*inputs)[0]
 
 
 def make_paper_model(
@@ -100,31 +87,6 @@ def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
         bos_token_id=None,
     )
     return MambaForCausalLM(config)
-
-
-def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
-    """Return {name: model} of mamba-ssm, which runs only on a GPU; {} if it cannot run."""
-    if device.type != "cuda" or not find_spec("mamba_ssm"):
-        return {}
-    from mamba_ssm.models.config_mamba import MambaConfig as Config
-    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
-
-    layer = {"layer": "Mamba1", "d_state": shape.d_state}
-    config = Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
-    return {"mamba-ssm's Mamba": ModelWithLoss(MambaLMHeadModel(config))}
-
-
-class ModelWithLoss(torch.nn.Module):
-    """Model that returns the loss, around a model that returns logits."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
-        logits = self.model(input_ids).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        return SimpleNamespace(loss=loss)
 
 
 class StepResult(NamedTuple):
@@ -168,8 +130,3 @@ class Trainer:
             return StepResult(None, None, out.loss.detach(), norm)
         evaluations, failed = (t.double().mean() for t in (stats.evaluations, stats.failed))
         return StepResult(evaluations, failed, out.loss.detach(), norm)
-
-    def count_state_bytes(self) -> int:
-        """Return the bytes of the weights and the optimizer state."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return sum(t.nbytes for t in self.parameters + states if torch.is_tensor(t))

@@ -8,6 +8,7 @@ tokens. `ms a step` is a single call of the model for one token, without the ove
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class Variant(NamedTuple):
     model: torch.nn.Module
     new_tokens: int  # to generate
     use_cache: bool
-    options: dict | None  # arguments of contenders.solve_with; None: do not call it
+    wrap: Callable[[Callable], Callable] = lambda function: function  # sets solver options
 
 
 def make_step(args, model, prompt):
@@ -69,40 +70,29 @@ def generate(args, model, prompt, new_tokens, use_cache):
         )[:, prompt.shape[1] :]
 
 
-def wrap_with_options(function, model, options):
-    """Return a function that calls `function` within contenders.solve_with(model, **options)."""
-    if options is None:
-        return function
-
-    def call():
-        with contenders.solve_with(model, **options):
-            return function()
-
-    return call
-
-
 @torch.no_grad()
 def measure(args):
     """Return a row for each batch size and model."""
     fpmamba = contenders.make_fpmamba(args.shape, use_short_conv=True).to(args.device).eval()
     mamba = contenders.make_transformers_mamba(args.shape).to(args.device).eval()
-    few_tokens, exact = max(2, args.new // 16), contenders.EXACT_FIELDS
+    few_tokens = max(2, args.new // 16)
+    solve_with, exact = contenders.solve_with, contenders.EXACT_FIELDS
     variants = {
-        CACHED: Variant(fpmamba, args.new, True, None),
-        "ours, plain": Variant(fpmamba, args.new, True, exact | {"kernel": "plain"}),
-        UNCACHED: Variant(fpmamba, few_tokens, False, exact),
-        PAPER: Variant(contenders.make_paper_model(fpmamba), few_tokens, False, None),
-        MAMBA: Variant(mamba, args.new, True, None),
+        CACHED: Variant(fpmamba, args.new, True),
+        "ours, plain": Variant(fpmamba, args.new, True, solve_with(fpmamba, "plain", **exact)),
+        UNCACHED: Variant(fpmamba, few_tokens, False, solve_with(fpmamba, **exact)),
+        PAPER: Variant(contenders.make_paper_model(fpmamba), few_tokens, False),
+        MAMBA: Variant(mamba, args.new, True),
     }
     rows = []
     for batch in args.batches:
         prompt = torch.randint(args.shape.vocab, (batch, args.prompt)).to(args.device)
         generations, steps = {}, {}
-        for name, (model, new_tokens, use_cache, options) in variants.items():
+        for name, (model, new_tokens, use_cache, wrap) in variants.items():
             function = functools.partial(generate, args, model, prompt, new_tokens, use_cache)
-            generations[name] = wrap_with_options(function, model, options)
+            generations[name] = wrap(function)
             if use_cache:
-                steps[name] = wrap_with_options(make_step(args, model, prompt), model, options)
+                steps[name] = wrap(make_step(args, model, prompt))
         seconds, _ = time_in_turns(generations, args, max_seconds=40.0)
         step_seconds, _ = time_in_turns(steps, args, calls=args.new)
         for name, total in seconds.items():

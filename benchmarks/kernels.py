@@ -84,7 +84,7 @@ def measure(args) -> list[dict]:
     for make_functions in (make_scan_functions, make_root_functions, make_solve_functions):
         for part, function in make_functions(args.shape, args.device).items():
             for backend in BACKENDS:
-                functions[part, backend] = functools.partial(call_with_kernels, backend, function)
+                functions[part, backend] = contenders.use_kernels(backend)(function)
     seconds, _ = time_in_turns(functions, args)
     rows = []
     for (part, backend), part_seconds in seconds.items():
@@ -93,12 +93,6 @@ def measure(args) -> list[dict]:
         row = {"part": part, "backend": backend, "seconds": part_seconds}
         rows.append(row | {"plain": plain_seconds, "f": f_seconds})
     return rows
-
-
-def call_with_kernels(backend, function):
-    """Call a function with FPRNN_KERNELS=backend."""
-    with contenders.use_kernels(backend):
-        return function()
 
 
 def format_rows(rows: list[dict]) -> list[dict[str, str]]:

@@ -9,9 +9,6 @@ layers, compared with the first.
 """
 
 import functools
-from importlib.util import find_spec
-
-import torch
 
 from benchmarks import contenders, paper
 from benchmarks.harness import (
@@ -57,9 +54,7 @@ def make_contestants(args):
     functions = {name: functools.partial(train_step, fields) for name, fields in solvers.items()}
     trainers = dict.fromkeys(functions, trainer)
     scans = {PAPER: contenders.scan_in_chunks}
-    if device.type == "cuda":
-        scans[f"{PAPER}, our scan"] = contenders.scan_with_kernel
-    else:
+    if device.type == "cpu":  # loops over time take minutes on a GPU
         scans[f"{PAPER}, loop over time"] = paper.scan_over_time
     models = {
         name: contenders.make_paper_model(trainer.model, scan) for name, scan in scans.items()
@@ -68,27 +63,11 @@ def make_contestants(args):
         trainers[name] = contenders.Trainer(model, shape, device)
     our_mamba = contenders.make_fpmamba(shape, layers="mamba")
     trainers[OUR_MAMBA] = contenders.Trainer(our_mamba, shape, device, loss_only=True)
-    # transformers' Mamba on a GPU uses mamba-ssm's kernels, or else a loop over time.
-    uses_loop = device.type == "cuda" and not find_spec("mamba_ssm")
-    if not uses_loop or shape.length <= 256:
+    if device.type == "cpu":
         mamba = contenders.make_transformers_mamba(shape)
         trainers[MAMBA] = contenders.Trainer(mamba, shape, device)
-    else:
-        print(f"{MAMBA} is left out: without mamba-ssm it takes minutes per step")
-    for name, model in contenders.make_peers(shape, device).items():
-        trainers[name] = contenders.Trainer(model, shape, device)
     functions |= {name: t.step for name, t in trainers.items() if name not in functions}
     return functions, trainers
-
-
-def measure_peak_memory(step, trainer):
-    """Return the peak memory of a step in bytes, without the memory of other models."""
-    torch.cuda.synchronize()
-    memory_before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - memory_before + trainer.count_state_bytes()
 
 
 def measure(args):
@@ -103,8 +82,6 @@ def measure(args):
                 value = getattr(results[name], key)
                 row[key] = None if value is None else float(value)
             row["parameters"] = sum(p.numel() for p in trainers[name].parameters)
-            if args.device.type == "cuda":
-                row["peak_bytes"] = measure_peak_memory(functions[name], trainers[name])
             row["tokens_per_second"] = args.shape.tokens / step_seconds
         rows.append(row)
     return rows
@@ -119,7 +96,7 @@ def format_rows(rows):
     first = rows[0]["name"]
     text_rows = []
     for row in rows:
-        evaluations, seconds, peak = row.get("evaluations"), row["seconds"], row.get("peak_bytes")
+        evaluations, seconds = row.get("evaluations"), row["seconds"]
         text_rows.append(
             {
                 "": row["name"],
@@ -131,7 +108,6 @@ def format_rows(rows):
                 "vs paper's": format_ratio(seconds_by_name.get(PAPER), seconds),
                 "in Mambas": format_ratio(seconds, seconds_by_name.get(OUR_MAMBA)),
                 "vs transformers'": format_ratio(seconds_by_name.get(MAMBA), seconds),
-                "peak GiB": "–" if peak is None else f"{peak / 2**30:.2f}",
             }
         )
     return text_rows

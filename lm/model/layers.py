@@ -52,7 +52,8 @@ class _ComputedWeight(torch.Tensor):
 class _WeightNorm(torch.autograd.Function):
     """W = gain · direction / ‖direction‖ per row, with a gradient that reads each matrix twice.
 
-    Autograd through the formula reads and writes four times as many bytes (benchmarks/traffic.py).
+    Autograd through the formula reads and writes four times as many bytes
+    (notes/2026-11-gpu-kernel.md).
     """
 
     @staticmethod
