@@ -37,14 +37,8 @@ class Rule(NamedTuple):
     min_stepsize: float = 1e-3  # the iteration stops if all step sizes are below
 
 
-def training_rule(tol: float = 0.1, max_iters: int = 100) -> Rule:
-    """Return the rule in training: three quarters of the sequences must converge."""
-    return Rule(tol, max_iters, quantile=0.75)
-
-
-def evaluation_rule(tol: float = 0.1, max_iters: int = 1000) -> Rule:
-    """Return the rule in evaluation: all sequences must converge."""
-    return Rule(tol, max_iters, quantile=1.0)
+TRAINING_RULE = Rule(tol=0.1, max_iters=100, quantile=0.75)
+EVALUATION_RULE = Rule(tol=0.1, max_iters=1000, quantile=1.0)
 
 
 class Solution(NamedTuple):
@@ -316,7 +310,7 @@ class LanguageModel(nn.Module):
             labels: (b,l), the ids themselves: each is the target of the previous token.
             shift_labels: (b,l), the target at each token.
         """
-        rule = self.rule or (training_rule() if self.training else evaluation_rule())
+        rule = self.rule or (TRAINING_RULE if self.training else EVALUATION_RULE)
         embedding = self._under("backbone.embeddings")["weight"]
         hidden = F.embedding(input_ids, embedding)
         residual = torch.zeros_like(hidden)

@@ -27,7 +27,7 @@ def train(config: Path | str, overrides: Sequence[str] = (), *, overwrite: bool 
     for package in ("pydantic", "yaml", "deepspeed"):
         require(package, "fprnn.train")
 
-    from lm.cli.run_config import load_run_config
+    from lm.training.inputs import load_run_config
     from lm.training.train import train as train_run
 
     return train_run(load_run_config(config, overrides), overwrite=overwrite)

@@ -26,6 +26,7 @@ from lm.runs.checkpoint import (
 )
 from lm.runs.run_dir import RunDir, check_checkpoint_config
 from lm.training.build import build_section
+from lm.training.trained import first_mismatch
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.config import load as load_config
@@ -36,15 +37,6 @@ STATE = "state.pt"  # the only file of a checkpoint besides its manifest
 # which a task with streams carries from one batch to the next.
 STATE_CLASSES = [FPRNNState, BlockState, ScanState, TrapezoidState, DeltaState, RWKV7State]
 STATE_CLASSES += [AttentionState, LSTMState, SLSTMState, NoState]
-
-
-def choose_device(cfg: Config) -> tuple[torch.device, str]:
-    """Return the device to run on and the precision, "fp32" or "bf16"."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = cfg.train.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
-    return device, precision
 
 
 class BuiltModel(NamedTuple):
@@ -67,7 +59,10 @@ def build_model(cfg: Config, task: tasks.Task, max_length: int) -> BuiltModel:
         ConfigError: If the model options contradict each other.
         TaskError: If the model's vocabulary is smaller than the task's.
     """
-    device, precision = choose_device(cfg)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = cfg.train.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
     torch.manual_seed(cfg.seed)
     vocab_size = cfg.model.vocab_size
     if vocab_size == "auto":
@@ -175,10 +170,8 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as e:
-        # torch's message is a heading, then a line for each mismatch.
-        first_mismatch = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise CheckpointError(
             f"the weights of {run} are not for task `{cfg.task.name}`, which has"
-            f" {task.vocab_size} ids, or the task's class was changed ({first_mismatch})"
+            f" {task.vocab_size} ids, or the task's class was changed ({first_mismatch(e)})"
         ) from None
     return LoadedRun(cfg, task, model.eval(), precision)

@@ -41,8 +41,8 @@ MAX_DIFFERENCE = 0.2
 MAX_NOISY_SHARE = 1 / 8
 # Frequency of a behaviour relative to the most frequent one. Rarer ones are mistakes of the model.
 MIN_FREQUENCY = 1 / 16
-# Initial mean difference between the scores of two of many centroids: 16 mixes several centroids in
-# A5; 64 and 1,000 are alike.
+# Initial mean difference between the scores of two centroids, if there are many. With 16, a state
+# of A5 reads a mixture of several centroids. 64 and 1,000 have the same results.
 SHARPNESS = 64.0
 UNUSED_BIAS = -1e4  # of an unused centroid, whose weight is then exactly 0
 # Multiple of the mean variance within the states that is added to each variance. Measured on LSTMs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from lm.cli.arguments import (
     HelpFormatter,
     Integer,
     add_examples,
+    add_job_index,
     add_overrides,
     add_trust,
     parse,
@@ -232,12 +232,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--overwrite", action="store_true", help="delete the run of this name first"
     )
-    command.add_argument(
-        "--job-index",
-        type=Integer(0),
-        metavar="I",
-        help="train point I of the YAML's sweep, counted from 0",
-    )
+    add_job_index(command, "train point I of the YAML's sweep, counted from 0")
     add_overrides(command)
     command.set_defaults(run_command=_train)
 
@@ -376,7 +371,3 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; see `lm.cli.arguments.run`."""
     return run(parse(make_parser(), argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

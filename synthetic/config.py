@@ -231,11 +231,6 @@ class Config(lm_schema.Run):
     thresholds: Annotated[tuple[Threshold, ...], FREE_ON_RESUME] = ()
 
     @model_validator(mode="after")
-    def _check_profile(self) -> Self:
-        lm_schema.check_profile(self.log.profile, self.train.steps)
-        return self
-
-    @model_validator(mode="after")
     def _check_warmup(self) -> Self:
         lm_schema.check_updates(self)
         return self
@@ -244,12 +239,6 @@ class Config(lm_schema.Run):
     def defers_centroids(self) -> bool:
         """True if centroids, if the model has any, are attached only after the curriculum."""
         return self.train.curriculum is not None and self.init_from is None
-
-    @model_validator(mode="after")
-    def _check_adversary(self) -> Self:
-        if self.train.adversarial_noise:
-            lm_schema.check_adversary(self.train.adversarial_noise, self.model)
-        return self
 
     @model_validator(mode="after")
     def _check_iteration_limits(self) -> Self:

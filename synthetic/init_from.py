@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from lm.common.errors import ConfigError
-from lm.common.files import write_json
 from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
-from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
+from lm.training.init_from import untied_weights
+from lm.training.upcycle import SourceError, SourceModel, WeightMatch, match_weights
 from synthetic.build import LoadedRun, load_run
 from synthetic.config import Config, Task
 
@@ -22,10 +22,8 @@ def needs_initial_weights(cfg: Config, overwrite: bool) -> bool:
     return overwrite or not list_checkpoints(RunDir(cfg.run_dir).checkpoints)
 
 
-class InitialWeights:
-    """Weights of a source run, matched with the parameters of the run that starts from them.
-
-    The constructor refuses weights that do not fit. Only `apply` changes the model.
+def match_initial_weights(cfg: Config, model: torch.nn.Module) -> WeightMatch:
+    """Match the weights of the run `init_from` with the parameters of a model.
 
     Args:
         cfg: Config of the run, with an `init_from`.
@@ -36,30 +34,15 @@ class InitialWeights:
         SourceError: If the source is no trained synthetic run, or has another kind of model.
         CheckpointError: If the source's checkpoint is damaged.
     """
-
-    def __init__(self, cfg: Config, model: torch.nn.Module):
-        settings = cfg.init_from
-        assert settings is not None
-        if Path(settings.path).expanduser().resolve() == Path(cfg.run_dir).resolve():
-            raise ConfigError(
-                f"init_from.path is {settings.path}, which is this run itself: choose another"
-                " `name`"
-            )
-        self.model = model
-        self.source, source_run = _load_source(settings.path)
-        task_difference = _describe_task_difference(source_run.cfg.task, cfg.task)
-        self.match = match_weights(
-            self.source, model, settings.partial, model.config.vocab_size, task_difference
+    settings = cfg.init_from
+    assert settings is not None
+    if Path(settings.path).expanduser().resolve() == Path(cfg.run_dir).resolve():
+        raise ConfigError(
+            f"init_from.path is {settings.path}, which is this run itself: choose another `name`"
         )
-
-    def apply(self) -> list[str]:
-        """Load the weights into the model, and return lines that describe them."""
-        self.match.apply()
-        return self.match.describe()
-
-    def write(self, run: RunDir) -> None:
-        """Write a record of the loaded weights into the run directory."""
-        write_json(run.init_from, self.match.record())
+    source, source_run = _load_source(settings.path)
+    task_difference = _describe_task_difference(source_run.cfg.task, cfg.task)
+    return match_weights(source, model, settings.partial, model.config.vocab_size, task_difference)
 
 
 def _load_source(path: str) -> tuple[SourceModel, LoadedRun]:
@@ -76,11 +59,9 @@ def _load_source(path: str) -> tuple[SourceModel, LoadedRun]:
     with torch.random.fork_rng(devices=all_gpus):
         # Without `trust`, a `module:Class` is imported only if the new run's config names it too.
         source_run = load_run(run.path)
-    config = source_run.model.config
-    weights = dict(source_run.model.state_dict())
-    if config.tie_embeddings:
-        del weights[HEAD]
-    return SourceModel(run.path, "a synthetic run", config, weights), source_run
+    model = source_run.model
+    weights = untied_weights(model)
+    return SourceModel(run.path, "a synthetic run", model.config, weights), source_run
 
 
 def _describe_task_difference(source: Task, target: Task) -> str:

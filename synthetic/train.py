@@ -27,6 +27,7 @@ from lm.training.loop import Loop
 from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from lm.training.restore import random_state, set_random_state
+from lm.training.upcycle import WeightMatch
 from synthetic import tasks
 from synthetic.build import STATE, LoadedRun, build_model, collect_tensors, find_newest_state
 from synthetic.centroids import MIN_SCORE, check_task, find_and_attach
@@ -44,7 +45,7 @@ from synthetic.evaluate import (
     parse_lengths,
     probe_first_sequences,
 )
-from synthetic.init_from import InitialWeights, needs_initial_weights
+from synthetic.init_from import match_initial_weights, needs_initial_weights
 from synthetic.messages import describe_solvers, describe_task, format_scores
 from synthetic.preflight import check_lengths_and_thresholds
 from synthetic.results import describe_unfinished_curriculum, judge_thresholds
@@ -111,9 +112,9 @@ class Training(Loop):
             if is_used:
                 require(package, f"log.{package}")
         self._build_model()
-        self.initial_weights: InitialWeights | None = None
+        self.initial_weights: WeightMatch | None = None
         if needs_initial_weights(cfg, overwrite):
-            self.initial_weights = InitialWeights(cfg, self.model)
+            self.initial_weights = match_initial_weights(cfg, self.model)
         # Progress of the run; a checkpoint contains all of it.
         self.batch_number = 0  # number of the next batch: above the updates after a rollback
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
@@ -197,11 +198,12 @@ class Training(Loop):
         self.checkpoints.last_complete_step = self.step
         say(f"resumed  at update {self.step}")
 
-    def _apply_initial_weights(self, initial_weights: InitialWeights) -> None:
+    def _apply_initial_weights(self, match: WeightMatch) -> None:
         """Load the weights of `init_from`, and print where each was used."""
-        for line in initial_weights.apply():
+        match.apply()
+        for line in match.describe():
             say(f"init     {line}")
-        initial_weights.write(self.run)
+        write_json(self.run.init_from, match.record())
 
     def _print_setup(self) -> None:
         """Print the run's task, model, kernels, solvers and optimizer."""
@@ -501,7 +503,7 @@ class Training(Loop):
             self.solved_at = self.step
 
     def _attach_centroids(self, centroids: DeferredCentroids, score: float) -> None:
-        """Find the centroids of the model and attach them, unless they lower its score by half.
+        """Find the centroids of the model and attach them; detach them if the score is halved.
 
         Args:
             centroids: The detached centroids.

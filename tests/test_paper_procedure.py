@@ -17,7 +17,7 @@ from tests.test_layers import find_imports
 NAMES = ("m1_hh1", "m1_hh1_symm", "m1_hh4_lmcfg", "lm_hh1_default")
 PATHS = [path for folder in (HERE, SHARED) for path in sorted(folder.glob("*.json"))]
 CASES = {path.stem: path for path in reversed(PATHS) if path.stem in NAMES}
-MODES = {"train": paper.training_rule, "eval": paper.evaluation_rule}
+MODES = {"train": paper.TRAINING_RULE, "eval": paper.EVALUATION_RULE}
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -64,7 +64,9 @@ def test_procedure_matches_the_authors_code(case, precision, mode):
     setting = SETTINGS[precision]
     case.module.zero_grad()
     max_iters = setting.max_iters if mode == "train" else 1000
-    out, scalar, iterations, y = run_case(case, MODES[mode](setting.tol, max_iters))
+    out, scalar, iterations, y = run_case(
+        case, MODES[mode]._replace(tol=setting.tol, max_iters=max_iters)
+    )
 
     # The authors count one more than they evaluate.
     theirs = case.record["iters"][tag]

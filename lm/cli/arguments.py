@@ -102,6 +102,11 @@ def add_overrides(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_job_index(command: argparse.ArgumentParser, help: str) -> None:
+    """Add the option `--job-index` to a command that reads the YAML of a sweep."""
+    command.add_argument("--job-index", type=Integer(min=0), metavar="I", help=help)
+
+
 def add_trust(command: argparse.ArgumentParser) -> None:
     """Add the option `--trust` to a command that loads a run or an export."""
     command.add_argument(

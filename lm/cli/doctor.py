@@ -60,14 +60,9 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if can_train(findings) else 1
 
 
-def run_checks(timeout: float = TIMEOUT_S) -> list[Finding]:
-    """Run all checks in parallel. If torch fails, return only its finding.
-
-    Args:
-        timeout: Time limit of a check in seconds; the check that compiles kernels has at least
-            COMPILATION_TIMEOUT_S.
-    """
-    timeouts = dict.fromkeys(FIXES, timeout) | {"kernels": max(timeout, COMPILATION_TIMEOUT_S)}
+def run_checks() -> list[Finding]:
+    """Run all checks in parallel. If torch fails, return only its finding."""
+    timeouts = dict.fromkeys(FIXES, TIMEOUT_S) | {"kernels": COMPILATION_TIMEOUT_S}
     with ThreadPoolExecutor(len(timeouts)) as pool:
         findings = list(pool.map(run_check, timeouts.keys(), timeouts.values()))
     torch_finding = findings[0]  # the first check in FIXES

@@ -7,7 +7,6 @@ in the arguments are printed at once. `synthetic.fprnn_command` adds its own com
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 import lm
@@ -85,7 +84,3 @@ def main(argv: list[str] | None = None, more_commands: Sequence[AddCommand] = ()
         more_commands: As in `make_parser`.
     """
     return run(parse(make_parser(more_commands), argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

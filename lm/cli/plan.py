@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import GPU_COUNT, Integer, PositiveNumber, add_overrides
-from lm.cli.run_config import load_run_config
+from lm.cli.arguments import GPU_COUNT, PositiveNumber, add_job_index, add_overrides
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,11 +47,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="share of the GPU's peak FLOP/s that matrix products are assumed to reach, above 0 and"
         " at most 1 (default: 0.25)",
     )
-    command.add_argument(
-        "--job-index",
-        type=Integer(min=0),
-        metavar="I",
-        help="plan point I of the sweep in the YAML, counted from 0 (needed for a sweep)",
+    add_job_index(
+        command, "plan point I of the sweep in the YAML, counted from 0 (needed for a sweep)"
     )
     add_overrides(command)
     command.set_defaults(run_command=_plan)
@@ -60,6 +56,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from lm.common.console import say
+    from lm.training.inputs import load_run_config
 
     cfg = load_run_config(args.config, args.override, args.job_index)
     table, exit_status = plan_run(cfg, args.gpus, args.gpu, args.utilisation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lm.cli.arguments import Integer, add_overrides
+from lm.cli.arguments import add_job_index, add_overrides
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -21,11 +21,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         " and verifies files that are complete.",
     )
     command.add_argument("config", metavar="CONFIG", help="the YAML of a run, or of a sweep")
-    command.add_argument(
-        "--job-index",
-        type=Integer(min=0),
-        metavar="I",
-        help="prepare only point I of the sweep in the YAML, counted from 0 (default: all points)",
+    add_job_index(
+        command,
+        "prepare only point I of the sweep in the YAML, counted from 0 (default: all points)",
     )
     add_overrides(command)
     command.set_defaults(run_command=_prepare)

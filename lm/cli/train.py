@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lm.cli.arguments import Integer, add_overrides
-from lm.cli.run_config import load_run_config
+from lm.cli.arguments import add_job_index, add_overrides
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -31,11 +30,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="print the configuration and the cost (as `fprnn plan`), and do not train",
     )
-    command.add_argument(
-        "--job-index",
-        type=Integer(min=0),
-        metavar="I",
-        help="train point I of the sweep in the YAML, counted from 0 (needed for a sweep;"
+    add_job_index(
+        command,
+        "train point I of the sweep in the YAML, counted from 0 (needed for a sweep;"
         " `fprnn sweep` lists the points)",
     )
     add_overrides(command)
@@ -43,6 +40,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from lm.training.inputs import load_run_config
+
     cfg = load_run_config(args.config, args.override, args.job_index)
     if args.dry_run:
         from lm.cli.plan import plan_run

@@ -290,50 +290,6 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     return value
 
 
-TYPE_NAMES: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
-TYPE_NAMES |= {dict: "a mapping", (str, dict): "text or a mapping"}
-
-
-def check_types(
-    path: Path | str, value: Any, types: dict[str, type | tuple], key: str = ""
-) -> None:
-    """Check the types of the entries of a JSON value.
-
-    Args:
-        path: File of the value, for the error message.
-        value: The value.
-        types: Dotted key → type of its entry, if present and not null: a key of TYPE_NAMES. float
-            is any number. `*` matches every entry of a list or mapping.
-        key: Dotted key of the value itself within the file; "" for the whole file.
-
-    Raises:
-        DamagedError: If an entry has another type. The message names the first one.
-    """
-    for dotted_key, type_ in types.items():
-        first, _, subkeys = dotted_key.partition(".")
-        entries: dict = {}
-        if first == "*" and isinstance(value, dict | list):
-            entries = value if isinstance(value, dict) else dict(enumerate(value))
-        elif isinstance(value, dict) and first in value:
-            entries = {first: value[first]}
-        for name, entry in entries.items():
-            entry_key = f"{key}.{name}" if key else str(name)
-            if subkeys:
-                check_types(path, entry, {subkeys: type_}, entry_key)
-            elif entry is not None and not _has_type(entry, type_):
-                raise DamagedError(
-                    f"{path} is damaged: `{entry_key}` is {entry!r:.60}, and was written as"
-                    f" {TYPE_NAMES[type_]}"
-                )
-
-
-def _has_type(value: Any, type_: type | tuple) -> bool:
-    # A bool is an int in Python, but not a number in JSON.
-    return isinstance(value, (int, float) if type_ is float else type_) and (
-        not isinstance(value, bool)
-    )
-
-
 def read_mapping(path: Path | str) -> dict | None:
     """Read a JSON mapping that another process may be writing.
 

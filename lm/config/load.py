@@ -222,7 +222,7 @@ def _build_point(
             f"{origin}: an override sets `sweep`, but a run is a point of the file's own sweep:"
             " change the file, or pass sweep={} and the values of one run"
         )
-    # After an override of `name`, so that each point has a directory.
+    # Set after the overrides: with an override of `name`, each point still has its own directory.
     tree["name"] = point_name(tree.get("name", "run"), index, point)
     return build(tree, origin, schema)
 

@@ -167,6 +167,9 @@ class Eval(Section):
     every: int = Field(500, gt=0)  # updates; there is always a validation at the end
 
 
+WITH_STATE_NOISE = "only fixed-point layers that read sh(y), lstm and slstm"
+
+
 class Run(Section):
     """Configuration that every kind of run has. `out_dir/name` is the run directory.
 
@@ -205,6 +208,30 @@ class Run(Section):
             raise ValueError(f"`{value}` begins with ~, but there is no such user: give the folder")
         return path
 
+    @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        profile, steps = self.log.profile, self.train.steps
+        if profile is not None and profile[0] > profile[1]:
+            raise ValueError(
+                f"`log.profile` is {list(profile)}: it must be the first and the last update to"
+                " profile"
+            )
+        if profile is not None and profile[1] > steps:
+            raise ValueError(
+                f"`log.profile` ends at update {profile[1]}, but `train.steps` is only {steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adversary(self) -> Self:
+        noise, model = self.train.adversarial_noise, self.model
+        if noise and not model.has_state_noise:
+            raise ValueError(
+                f"`train.adversarial_noise` is {noise}, but {WITH_STATE_NOISE} have such noise,"
+                f" and {model.layers or model.name} has none: set it to 0"
+            )
+        return self
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, value):
@@ -233,30 +260,6 @@ class Run(Section):
 def convert_to_updates(value: float, steps: int) -> int:
     """Convert `optim.warmup` or `optim.wsd_decay` to updates; below 1 it is a fraction."""
     return round(value * steps if value < 1 else value)
-
-
-def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
-    """Raise a ValueError if `log.profile` is no interval of the run's updates."""
-    if profile is not None and profile[0] > profile[1]:
-        raise ValueError(
-            f"`log.profile` is {list(profile)}: it must be the first and the last update to profile"
-        )
-    if profile is not None and profile[1] > steps:
-        raise ValueError(
-            f"`log.profile` ends at update {profile[1]}, but `train.steps` is only {steps}"
-        )
-
-
-WITH_STATE_NOISE = "only fixed-point layers that read sh(y), lstm and slstm"
-
-
-def check_adversary(noise: float, model: Model) -> None:
-    """Raise a ValueError if the model cannot train with this `train.adversarial_noise`."""
-    if not model.has_state_noise:
-        raise ValueError(
-            f"`train.adversarial_noise` is {noise}, but {WITH_STATE_NOISE} have such noise,"
-            f" and {model.layers or model.name} has none: set it to 0"
-        )
 
 
 def check_state_noise(cfg: Run) -> None:
@@ -329,17 +332,6 @@ class Config(Run):
     checkpoint: Annotated[Checkpoint, FREE_ON_RESUME] = Checkpoint()
     log: Annotated[Log, FREE_ON_RESUME] = Log()
     eval: Annotated[Eval, FREE_ON_RESUME] = Eval()
-
-    @model_validator(mode="after")
-    def _check_profile(self) -> Self:
-        check_profile(self.log.profile, self.train.steps)
-        return self
-
-    @model_validator(mode="after")
-    def _check_adversary(self) -> Self:
-        if self.train.adversarial_noise:
-            check_adversary(self.train.adversarial_noise, self.model)
-        return self
 
     @property
     def can_end_stage_early(self) -> bool:

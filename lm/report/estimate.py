@@ -49,7 +49,8 @@ SAVED_WINDOWS_FULL_RANK = 54.0  # the same with a mixer of full rank
 SAVED_PER_REFLECTION = 13.0  # in windows, in addition for each reflection after the first
 SAVED_CHECKPOINTED = 2.0  # any layer with gradient checkpointing
 BF16_FACTOR = 0.75
-WORKING_SHARE = 0.25  # of the saved memory that the backward of a layer needs again; 1 in windows
+# Share of a layer's saved memory that its backward needs in addition. In windows it is 1.
+WORKING_SHARE = 0.25
 LOGIT_BYTES = 12.0  # bytes per logit, with the loss and its backward
 
 

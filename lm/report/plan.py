@@ -126,7 +126,10 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
 
 
 def resolve_schedule(cfg: Config, layers: LayersBySolver) -> Config:
-    """Replace `auto` by the schedule that it selects, or, of several, the one with most memory."""
+    """Replace `auto` by the schedule that it selects.
+
+    If layers have different schedules, it is the schedule that needs the most memory.
+    """
     solver = cfg.solver.resolve_auto()
     is_auto = solver["token"] == "exact" and solver["schedule"] == "auto"
     if not (cfg.model.has_fixed_point and is_auto):

@@ -12,24 +12,40 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import BaseModel, ValidationError
 
 from lm.common.errors import ConfigError
-from lm.common.files import DamagedError, check_types, printable, read_mapping
+from lm.common.files import DamagedError, printable, read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
 from lm.report.status import shorten_paths
 from lm.runs.checkpoint import checkpoint_step, list_checkpoints
-from lm.runs.metrics import read_log
+from lm.runs.metrics import iter_metrics
 from lm.runs.run_dir import RunDir, RunDirError, flatten_config
 from lm.runs.status import Status, is_number, run_status
 
 MAX_STEP = 2**53  # a record with a larger update number is damaged
-# Keys that result.json must have, and the type of each value, by its dotted key (*: any key).
-RESULT_KEYS = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
-RESULT_TYPES: dict = dict.fromkeys(("updates", "tokens", "parameters", "validation.tokens"), int)
-RESULT_TYPES |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
-RESULT_TYPES |= dict.fromkeys(("validation.perplexity", "validation.bits_per_byte"), float)
-RESULT_TYPES |= dict.fromkeys(("validation", "validation.sources", "validation.sources.*"), dict)
+
+
+class _Scores(BaseModel, strict=True):
+    """Types of the scores of a validation."""
+
+    tokens: int | None = None
+    loss: float | None = None
+    perplexity: float | None = None
+    bits_per_byte: float | None = None
+    sources: dict[str, dict | None] | None = None
+
+
+class _Result(BaseModel, strict=True):
+    """Types in the result.json of a finished run. Only fields with a default may be missing."""
+
+    updates: int | None
+    tokens: int | None
+    training_seconds: float | None
+    tokens_per_s: float | None
+    validation: _Scores | None
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -175,10 +191,15 @@ def _read_result(run: RunDir, remarks: list[str]) -> dict:
     if not run.is_finished:
         return {}
     try:
-        result = run.read_result(RESULT_KEYS)
-        check_types(run.result, result, RESULT_TYPES)
-    except (DamagedError, RunDirError) as e:
+        result = run.read_result(())
+        _Result.model_validate(result)
+    except DamagedError as e:
         remarks.append(str(e))
+        return {}
+    except ValidationError as e:
+        fault = e.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        remarks.append(f"{run.result} is damaged: `{key}`: {fault['msg']}")
         return {}
     return result
 
@@ -213,9 +234,10 @@ def _read_scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int 
 
 def _read_records(run: RunDir, remarks: list[str]) -> list[dict]:
     """Return the records of a run in the order of their updates; add a remark on unread lines."""
-    log = read_log(run.path)
-    records = sorted((r for r in log.records if r["step"] <= MAX_STEP), key=lambda r: r["step"])
-    if skipped_count := log.unread_count + len(log.records) - len(records):
+    lines = list(iter_metrics(run.path))  # None for a line without a record
+    records = [line for line in lines if line is not None and line["step"] <= MAX_STEP]
+    records.sort(key=lambda record: record["step"])
+    if skipped_count := len(lines) - len(records):
         lines_are = "1 line is" if skipped_count == 1 else f"{skipped_count} lines are"
         remarks.append(
             f"{run.metrics.name}: {lines_are} skipped (damaged, incomplete because the process was"

@@ -49,7 +49,7 @@ PROBLEMS = {
     "bisected": Problem(
         ILL_SHARE,
         "the token's equation has a solution that its iteration does not reach",
-        "so it was bisected, and a small change of the input may lead to another",
+        "so it was bisected, and a small change of the input may lead to another solution",
     ),
     "limited": Problem(
         ILL_SHARE,
@@ -347,23 +347,9 @@ def _clocks() -> dict[str, float]:
     return {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
 
 
-class RunLog(NamedTuple):
-    """Content of a run's `metrics.jsonl`."""
-
-    records: list[dict]  # in the order of the file
-    unread_count: int  # lines without a record: the last line after a kill, or damaged lines
-
-
 def read_metrics(run_dir: Path) -> list[dict]:
     """Return the records of `metrics.jsonl`."""
-    return read_log(run_dir).records
-
-
-def read_log(run_dir: Path) -> RunLog:
-    """Read `metrics.jsonl`, and count the lines without a record."""
-    lines = list(iter_metrics(run_dir))
-    records = [record for record in lines if record is not None]
-    return RunLog(records, len(lines) - len(records))
+    return [record for record in iter_metrics(run_dir) if record is not None]
 
 
 def iter_metrics(run_dir: Path) -> Iterator[dict | None]:
@@ -389,22 +375,15 @@ def parse_record(line: bytes) -> dict | None:
     return printable(record) if may_have_controls else record
 
 
-def fit_flops(
-    flops_per_token: Callable[..., float] | None, length: int
-) -> Callable[[float], float] | None:
+def fit_flops(flops_per_token: Callable[..., float], length: int) -> Callable[[float], float]:
     """Return FLOPs per token as a function of evaluations per token, which is affine.
 
     Call it before ZeRO-3 partitions the weights.
 
     Args:
-        flops_per_token: The model's method, or None.
+        flops_per_token: The model's method.
         length: Tokens of a sequence.
-
-    Returns:
-        The function, or None if the model does not count FLOPs.
     """
-    if flops_per_token is None:
-        return None
     constant_flops = flops_per_token(0, length=length)
     evaluation_flops = flops_per_token(1, length=length) - constant_flops
     return lambda evaluations: constant_flops + evaluations * evaluation_flops

@@ -163,11 +163,8 @@ class RunDir:
             keys: Keys that it must have.
 
         Raises:
-            RunDirError: If the run has not finished.
-            DamagedError: If the file lacks a key.
+            DamagedError: If the file cannot be read or lacks a key.
         """
-        if not self.is_finished:
-            raise RunDirError(f"{self} has no result.json: training is unfinished")
         return printable(read_json(self.result, keys))
 
     def record_failure(self, error: Exception, is_main: bool = True) -> None:

@@ -46,7 +46,7 @@ def read_source(path: str | Path) -> SourceModel:
     if (read_mapping(path / "config.json") or {}).get("model_type") not in MODEL_TYPES:
         return hf_mamba.read_folder(path)._replace(tokenizer=tokenizer)
     model = load_model(path)
-    return SourceModel(path, "our export", model.config, _untied_weights(model), tokenizer)
+    return SourceModel(path, "our export", model.config, untied_weights(model), tokenizer)
 
 
 def _read_run(run: RunDir, checkpoint: Path | None) -> SourceModel:
@@ -57,11 +57,11 @@ def _read_run(run: RunDir, checkpoint: Path | None) -> SourceModel:
         raise SourceError(f"{run} is no trained run: it has no tokenizer")
     trained = load_trained(run.path, checkpoint, advice=CODE_ADVICE)
     description = f"our run, update {trained.manifest['step']}"
-    weights = _untied_weights(trained.model)
+    weights = untied_weights(trained.model)
     return SourceModel(trained.path, description, trained.model.config, weights, run.tokenizer)
 
 
-def _untied_weights(model: PreTrainedModel) -> dict:
+def untied_weights(model: PreTrainedModel) -> dict:
     """Return the state dict without the head if it is tied to the embedding."""
     weights = dict(model.state_dict())
     if model.config.tie_embeddings:

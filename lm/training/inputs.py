@@ -1,11 +1,13 @@
-"""Checks of a configuration's paths before PyTorch and DeepSpeed are imported."""
+"""Configuration of a run, checked before PyTorch and DeepSpeed are imported."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from lm.common.errors import ConfigError
+from lm.config import load as config
 from lm.config.schema import Config
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
@@ -13,6 +15,26 @@ from lm.data.sources.listing import ENDINGS, source_files
 from lm.data.sources.mixture import configs_by_source, name_source_in_errors
 from lm.runs.path_checks import check_resume, looks_local
 from lm.training.upcycle import SourceError
+
+
+def load_run_config(
+    path: Path | str, overrides: Sequence[str], job_index: int | None = None
+) -> Config:
+    """Return the configuration of a run, after checking that all its input paths exist.
+
+    Args:
+        path: The YAML of a run or a sweep.
+        overrides: `key=value` for keys of the YAML.
+        job_index: Index of the point of the sweep; None for a YAML without a sweep.
+
+    Raises:
+        ConfigError: If the configuration is invalid, or is a sweep and `job_index` is None.
+        UserError: If an input file or folder does not exist.
+    """
+    cfg = config.load(path, overrides, job_index)
+    config.refuse_sweep(cfg, path)
+    check_inputs(cfg)
+    return cfg
 
 
 def check_inputs(cfg: Config, is_new: bool = False) -> None:

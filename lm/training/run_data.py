@@ -63,9 +63,8 @@ def open_run_data(
     ranks.run_on_main(_check_same_data, cfg, run, checkpoint)
     tokenizer = load_tokenizer(cfg, folder)
     bar = Progress("tokenised", unit="documents")
-    progress = lambda documents, _: bar.update(documents)  # noqa: E731
     prepare = corpora.prepare_sources
-    ranks.run_on_main(_run_interruptibly, signals, prepare, cfg, tokenizer, folder, progress)
+    ranks.run_on_main(_run_interruptibly, signals, prepare, cfg, tokenizer, folder, bar.update)
     ranks.run_on_main(_check_same_data, cfg, run, checkpoint)  # the corpora may be new
     fingerprint = ranks.run_on_main(run_fingerprint, cfg, run)
     ranks.run_on_all(corpora.ensure_sources_on_node, cfg, tokenizer, folder)

@@ -65,10 +65,13 @@ def load_trained(
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as e:
-        problems = str(e).partition("\n")[2]  # a line each, after torch's heading
-        first_problem = problems.partition("\n")[0].strip().rstrip(".")
         raise checkpoints.CheckpointError(
-            f"the weights in {path} do not fit the model of {run.config} ({first_problem}):"
+            f"the weights in {path} do not fit the model of {run.config} ({first_mismatch(e)}):"
             " restore the config.yaml of the training"
         ) from None
     return Trained(model, tokenizer, cfg, manifest, path)
+
+
+def first_mismatch(error: RuntimeError) -> str:
+    """Return the first mismatch that an error of `load_state_dict` lists after its heading."""
+    return str(error).partition("\n")[2].partition("\n")[0].strip().rstrip(".")

@@ -225,7 +225,7 @@ def _rename_layers(weights: dict[str, Tensor], partners: list[int | None]) -> di
 
 
 def _match_names(match: WeightMatch, excluded: set[str]) -> None:
-    """Sort the names of the model's weights; those in `excluded` count as new."""
+    """Split the model's weights into taken and new ones; weights in `excluded` are new."""
     source_weights = _rename_layers(match.source.weights, match.partners)
     source_weights.setdefault(HEAD, source_weights[EMBEDDING])
     new_layer_prefixes = tuple(

@@ -201,8 +201,8 @@ def pool_scores(scores_by_source: dict[str, dict], shares: dict[str, float]) -> 
     """Combine the scores of all sources.
 
     Like the training loss, the loss is the mean of the sources' losses, weighted by their shares in
-    training. Bits per byte are those of text mixed with the same shares. The scores of a single
-    source are returned unchanged.
+    training. Bits per byte describe a text in which the sources have these shares. The scores of a
+    single source are returned unchanged.
 
     Args:
         scores_by_source: {source: its loss (nats per token), perplexity, tokens and bytes}.

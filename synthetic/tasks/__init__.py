@@ -43,8 +43,8 @@ class Task:
     Training, validation and test share no sample at the lengths for which `is_held_out` returns
     True (synthetic/tasks/splits.py): samples of different splits differ within the first
     `prefix_length` numbers of their content. Therefore no test sample is a prefix of a training
-    sample either. Copying tasks and `mod_arithmetic_brackets` hash the whole content, so there
-    samples only differ.
+    sample either. Copying tasks and `mod_arithmetic_brackets` hash the whole content, so their
+    samples differ, but not always within the first `prefix_length` numbers.
 
     Attributes:
         name: Name of the task in a config.

@@ -23,7 +23,9 @@ for path in OWN_CASES:
 
 
 @pytest.mark.parametrize(
-    "path", [*OWN_CASES, *map(slow, OTHER_CASES.values())], ids=lambda p: f"{p.parent.name}-{p.stem}"
+    "path",
+    [*OWN_CASES, *map(slow, OTHER_CASES.values())],
+    ids=lambda p: f"{p.parent.name}-{p.stem}",
 )
 def test_case(path):
     results = run_case(path)

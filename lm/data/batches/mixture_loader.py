@@ -16,7 +16,8 @@ from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_b
 from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
 
-# Length of a stratum: consecutive sequences in which each source has its share, to within two.
+# Sequences per stratum. Within a stratum, the number of sequences of each source differs from its
+# share by at most two.
 STRATUM = 256
 MIXTURE_KEY = 0x6D6978  # next to the seed: separates this generator from all others
 
@@ -254,8 +255,9 @@ class MixtureLoader:
 def skip_data(state: dict, later_state: dict) -> dict:
     """Return the state of a loader that skips the data between two of its states.
 
-    The result has the position of `later_state` and the stages of `state`. A stage that has not
-    ended there ends later, by as many sequences as are skipped, so it keeps its number of updates.
+    The result has the position of `later_state` and the stages of `state`. If a stage has not ended
+    in `state`, its end moves back by the number of skipped sequences, so that the stage keeps its
+    number of updates.
     States of a loader without stages are allowed.
     """
     if "ends" not in state:

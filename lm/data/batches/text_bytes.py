@@ -154,7 +154,8 @@ def _check_lossless(
         count = _count_text(tokenizer, text_bytes, text)
         ids = encode_documents(tokenizer, [text])
         decoded = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
-        # Byte-level decoders garble added tokens such as "é", whose text is their entry itself.
+        # Byte-level decoders decode added tokens such as "é" wrongly, because an added token is
+        # stored as plain text. Only the number of its bytes is checked.
         if count != len(text.encode()) or (text in TEXTS and decoded != text):
             raise UncountableError(
                 f"the tokenizer does not preserve text (it decodes the tokens of {text!r} to"

@@ -39,12 +39,12 @@ def prepare_sources(
     cfg: Config,
     tokenizer: PreTrainedTokenizerFast,
     run_dir: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Corpus]:
     """Prepare the corpus of each source; print the shares of a mixture.
 
     Args:
-        progress: Called with the numbers of documents and tokens of a source so far.
+        progress: Called with the number of documents of a source so far.
 
     Raises:
         DataError, OutputError: As `prepare`.
@@ -92,12 +92,8 @@ def prepare_config(cfg: Config) -> str:
     say(f"data     {describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
     tokenizer = new_tokenizer(cfg)
     bar = Progress("tokenised", unit="documents")
-
-    def progress(documents: int, tokens: int) -> None:
-        bar.update(documents)
-
     entries = _for_each_source(
-        cfg, lambda source_cfg, _: prepare_ahead(source_cfg, tokenizer, progress)
+        cfg, lambda source_cfg, _: prepare_ahead(source_cfg, tokenizer, bar.update)
     )
     is_stream = cfg.data.source == "fineweb"
     if is_stream and cfg.data.download_dir:

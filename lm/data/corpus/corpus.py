@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -12,10 +13,14 @@ from lm.config.data import Data
 from lm.data.corpus import integrity
 from lm.data.sources.errors import DataError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 SPLITS = ("train", "val")
 VERIFIED = "verified.json"  # checksums of large files when they were last verified
 # Smaller files are verified at every start; larger ones only if their size or times have changed.
 MIN_TRUSTED_BYTES = 2**30
+AnyRecord = TypeVar("AnyRecord", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,23 @@ def read_meta(folder: Path) -> Meta | None:
     Raises:
         DataError: If it is damaged.
     """
-    path = folder / "meta.json"
+    return read_record(folder / "meta.json", Meta, _format_remedy(folder))
+
+
+def read_record(path: Path, record_class: type[AnyRecord], remedy: str) -> AnyRecord | None:
+    """Read a dataclass from a JSON file; return None if the file does not exist.
+
+    Raises:
+        DataError: If the file is damaged; the message ends with the remedy.
+    """
     if not path.exists():
         return None
-    keys = tuple(Meta.__dataclass_fields__)
+    names = tuple(field.name for field in fields(record_class))
     try:
-        content = read_json(path, keys)
+        content = read_json(path, names)
     except DamagedError as e:
-        raise DataError(f"{e}; {_format_remedy(folder)}") from None
-    return Meta(**{key: content[key] for key in keys})
+        raise DataError(f"{e}; {remedy}") from None
+    return record_class(**{name: content[name] for name in names})
 
 
 def verify(folder: Path, meta: Meta) -> None:

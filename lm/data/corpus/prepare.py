@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from lm.common.console import say
-from lm.common.files import DamagedError, OutputError, read_json, read_mapping, write_json, writing
+from lm.common.files import OutputError, read_mapping, write_json, writing
 from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus import cache
-from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
+from lm.data.corpus.corpus import Corpus, check_enough, open_folder, read_meta, read_record, verify
 from lm.data.corpus.tokenising import tokenise
 from lm.data.sources.errors import DataError
 
 RECORD = "corpus.json"  # file in RUN/data: names the corpus that the run uses
-# Function that is called with the numbers of documents and tokens so far.
-ProgressCallback = Callable[[int, int], None]
+ProgressCallback = Callable[[int], None]  # called with the number of documents so far
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def prepare(
         say(f"data     {folder} has another split or tokenizer: prepared again")
         record = None
     entry = _find_or_make(cfg.data, tokenizer, folder, record, progress)
-    meta = _read_entry(entry)
+    corpus = open_folder(entry)
+    meta = corpus.meta
     verify(entry, meta)
     if record is not None and record.sha256 != meta.sha256:
         raise DataError(
@@ -83,7 +83,7 @@ def prepare(
             folder.mkdir(parents=True, exist_ok=True)
         counts = {"documents": meta.documents, "tokens": meta.tokens}
         write_json(folder / RECORD, asdict(new_record) | counts)
-    return open_folder(entry)
+    return corpus
 
 
 def ensure_on_node(
@@ -104,8 +104,8 @@ def ensure_on_node(
     if entry is None:
         entry = _find_or_make(cfg.data, tokenizer, folder, record)
     else:
-        verify(entry, _read_entry(entry))
-    if _read_entry(entry).sha256 != record.sha256:
+        verify(entry, open_folder(entry).meta)
+    if open_folder(entry).meta.sha256 != record.sha256:
         raise DataError(
             f"{_recorded_entry(folder, record)}, the corpus of {run_dir}, is not on this node: set"
             " data.cache_dir to a folder that all nodes share"
@@ -131,7 +131,7 @@ def prepare_ahead(
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
     is_new = _make_entry(entry, cfg.data, tokenizer, progress)
-    meta = _read_entry(entry)
+    meta = open_folder(entry).meta
     if not is_new:
         verify(entry, meta)
     check_enough(meta, cfg.data)
@@ -229,14 +229,6 @@ def _make_entry(
         ) from None
 
 
-def _read_entry(entry: Path) -> Meta:
-    """Read the meta.json of a corpus that was just found or made."""
-    meta = read_meta(entry)
-    if meta is None:
-        raise DataError(f"{entry}, the prepared corpus, was deleted: start again to make it again")
-    return meta
-
-
 def _format_entry(entry: Path, folder: Path, data: Data) -> str:
     """Return the path of a corpus as `Record.corpus` stores it."""
     if entry.parent.resolve() == folder.resolve():
@@ -261,14 +253,5 @@ def _find_corpus(folder: Path, record: Record) -> Path | None:
 
 def _read_record(folder: Path) -> Record | None:
     """Read corpus.json; return None if the file does not exist."""
-    path = folder / RECORD
-    if not path.exists():
-        return None
-    keys = tuple(field.name for field in fields(Record))
-    try:
-        content = read_json(path, keys)
-    except DamagedError as e:
-        raise DataError(
-            f"{e}; delete it, and the next start finds or makes the corpus of the current source"
-        ) from None
-    return Record(**{key: content[key] for key in keys})
+    remedy = "delete it, and the next start finds or makes the corpus of the current source"
+    return read_record(folder / RECORD, Record, remedy)

@@ -27,7 +27,7 @@ def tokenise(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     fingerprint: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
     check_source: Callable[[], None] = lambda: None,
 ) -> Meta:
     """Tokenise a source into train.bin and val.bin; write meta.json last, to mark completion.
@@ -35,7 +35,7 @@ def tokenise(
     Args:
         folder: Folder of the files, which is made if it is missing.
         fingerprint: Address of the corpus, for meta.json.
-        progress: Called with the numbers of documents and tokens so far.
+        progress: Called with the number of documents so far.
         check_source: Called after the last document; raises DataError if the text has changed.
 
     Raises:
@@ -54,8 +54,7 @@ def tokenise(
         for texts in _batches(data, writers):
             _write_documents(texts, data, tokenizer, writers, counts)
             if progress:
-                total_tokens = sum(writer.tokens for writer in writers.values())
-                progress(sum(counts.values()), total_tokens)
+                progress(sum(counts.values()))
         check_source()
         sums = {f"{split}.bin": writers[split].finish(folder / f"{split}.bin") for split in SPLITS}
         with writing(folder):

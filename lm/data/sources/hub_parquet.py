@@ -68,8 +68,7 @@ class HubDocuments:
         self._group_stride = min(shard_count, group_count)
         self._first_group = shard_index % self._group_stride
         self._first_row = shard_index // self._group_stride
-        # Number of shards that read the same row groups as this one: those with the same
-        # remainder of index / group_stride.
+        # Shards with the same index modulo group_stride read the same row groups.
         sharing_shards = math.ceil((shard_count - self._first_group) / self._group_stride)
         self._row_stride = sharing_shards
         self._texts = self._iterate()

@@ -134,8 +134,7 @@ def iter_questions(
     """Yield `count` test documents as turns.
 
     The question of a turn is the document up to its last question. The answer belongs to the last
-    question.
-    Every second document has another question, with its answer, before the last one.
+    question. Every second document contains another question and its answer before the last one.
 
     Args:
         gap: Number of elements or swaps before each question.

@@ -242,11 +242,17 @@ RESULT = {"updates": 1, "tokens": 1, "training_seconds": 1, "tokens_per_s": 1}
         ("[" * 100_000, "result.json is damaged: it is not JSON"),
         ('{"a":' * 100_000, "result.json is damaged: it is not JSON"),
         (RESULT | {"validation": {"perplexity": 1.0}}, "result.json is damaged"),
-        (RESULT | {"validation": []}, "result.json is damaged: `validation` is []"),
-        (RESULT | {"validation": {}, "updates": "x"}, "`updates` is 'x', and was"),
-        (RESULT | {"validation": {}, "tokens": [1]}, "`tokens` is [1], and was"),
-        (RESULT | {"validation": {}, "training_seconds": {}}, "`training_seconds` is {}, and was"),
-        (RESULT | {"validation": {}, "tokens_per_s": True}, "`tokens_per_s` is True, and was"),
+        (RESULT | {"validation": []}, "result.json is damaged: `validation`: Input"),
+        (RESULT | {"validation": {}, "updates": "x"}, "`updates`: Input should be a valid integer"),
+        (RESULT | {"validation": {}, "tokens": [1]}, "`tokens`: Input should be a valid integer"),
+        (
+            RESULT | {"validation": {}, "training_seconds": {}},
+            "`training_seconds`: Input should be a valid number",
+        ),
+        (
+            RESULT | {"validation": {}, "tokens_per_s": True},
+            "`tokens_per_s`: Input should be a valid number",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

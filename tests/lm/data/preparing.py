@@ -28,7 +28,7 @@ def main(config_json: str, kill_at: str, pause_s: str, go_file: str) -> None:
     cfg = build(json.loads(config_json))
     document_counts = []
 
-    def progress(documents: int, _tokens: int) -> None:
+    def progress(documents: int) -> None:
         document_counts.append(documents)
         if int(kill_at) and documents >= int(kill_at):
             print("killed", documents, flush=True)

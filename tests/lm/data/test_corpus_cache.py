@@ -48,7 +48,7 @@ def other_run(cfg, name: str, **data):
 def prepare_and_count(cfg, bpe) -> tuple:
     """Prepare a corpus; return it and the number of progress calls, 0 if it existed."""
     calls = []
-    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *counts: calls.append(counts))
+    corpus = prepare(cfg, bpe, cfg.run_dir, calls.append)
     return corpus, len(calls)
 
 
@@ -157,8 +157,8 @@ def test_file_that_grows_while_it_is_read_is_refused(cfg, bpe, cache_dir):
     """Otherwise the entry would not match its address."""
     calls = []
 
-    def grow(*counts):
-        calls.append(counts)
+    def grow(documents):
+        calls.append(documents)
         if len(calls) == 3:
             with open(cfg.data.path, "a") as file:
                 file.write('{"text": "one more document"}\n')

@@ -399,7 +399,7 @@ def test_remark_names_a_damaged_result(tmp_path, capsys, undrawn):
     text = write_report(folder)
     assert "run is failed" in text and "result.json is damaged: it is not JSON" in text
     assert "note: " in capsys.readouterr().out
-    validation = {"loss": 2.0, "perplexity": 10**400, "sources": {"a": None}}
+    validation = {"loss": 2.0, "perplexity": None, "sources": {"a": None}}
     result = {"updates": STEPS, "tokens": 1, "training_seconds": 1.0, "tokens_per_s": 1.0}
     (folder / "result.json").write_text(json.dumps(result | {"validation": validation}))
     assert "validation loss 2" in write_report(folder)
