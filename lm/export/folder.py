@@ -25,9 +25,6 @@ from lm.export.export_code import ExportError
 from lm.model.checksums import SUMS, read_sums
 from lm.runs.owned_files import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, list_export_files
 
-# Version 0.1 wrote the scores of `fprnn eval` into the model card, between these lines.
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
 
 def check_out_folder(out: Path, source: dict | None, overwrite: bool) -> None:
     """Refuse a folder that an export must not overwrite.
@@ -58,13 +55,7 @@ def check_out_folder(out: Path, source: dict | None, overwrite: bool) -> None:
 
 def _refuse_other_source(out: Path, source: dict) -> None:
     """Raise ExportError if a folder holds the export of another source."""
-    record = read_mapping(out / EXPORT_RECORD)
-    if record is None:  # written by version 0.1: only the title of the card identifies the run
-        title = re.search(r"^# (.*)$", _read_card(out), re.MULTILINE)
-        old_source = {"name": title[1] if title else None}
-        source = {"name": source["name"]}
-    else:
-        old_source = record.get("source") or {}
+    old_source = _read_source(out) or {}
     if old_source != source:
         has_same_name = old_source.get("name") == source["name"]
         old_name = printable(str(old_source.get("name")))
@@ -78,26 +69,18 @@ def _refuse_other_source(out: Path, source: dict) -> None:
 def _refuse_changed_card(out: Path) -> None:
     """Raise ExportError if the model card was edited after it was exported."""
     digest = (read_mapping(out / EXPORT_RECORD) or {}).get("card")
-    if digest is not None and (out / CARD).is_file() and digest != _digest_card(_read_card(out)):
+    if digest is not None and (out / CARD).is_file() and digest != _digest_card(out):
         raise ExportError(
             f"{out / CARD} was changed since it was exported: move it away, or replace it with"
             " --overwrite"
         )
 
 
-def _read_card(out: Path) -> str:
-    """Return the text of the model card, or "" if there is none."""
-    try:
-        return (out / CARD).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
-def _digest_card(text: str) -> str:
-    """Return the checksum of a card, without the scores that version 0.1 wrote into it."""
-    text_before, _, scores_and_text_after = text.partition(BEGIN)
-    _, _, text_after = scores_and_text_after.partition(END)
-    return hashlib.sha256((text_before + text_after).encode()).hexdigest()
+def _digest_card(out: Path) -> str:
+    """Return the checksum of the model card, which may be absent."""
+    path = out / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_record(folder: Path, source: dict | None) -> None:
@@ -106,7 +89,7 @@ def write_record(folder: Path, source: dict | None) -> None:
         "fprnn": lm.__version__,
         "source": source,
         "files": sorted(path.name for path in folder.iterdir() if path.name != EXPORT_RECORD),
-        "card": _digest_card(_read_card(folder)),
+        "card": _digest_card(folder),
     }
     write_json(folder / EXPORT_RECORD, record)
     shutil.copymode(folder / "config.json", folder / EXPORT_RECORD)
@@ -145,8 +128,7 @@ def _replace_export(new: Path, out: Path) -> None:
             f"{out} has a file {conflicts[0]} that no export wrote there: move it away, or choose"
             " another folder"
         )
-    # An export of version 0.1 has no record, so its source is None and counts as the same.
-    is_other_source = _read_source(out) not in (None, _read_source(new))
+    is_other_source = _read_source(out) != _read_source(new)
     weight_sums = _read_weight_sums(new)
     has_same_weights = bool(weight_sums) and _read_weight_sums(out) == weight_sums
     # 1. List old and new files: if the process is killed, all of them belong to the export.

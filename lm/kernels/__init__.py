@@ -153,8 +153,8 @@ def _list_backends(operation, device_type, requested):
     """
     if requested == "plain":
         return []
-    # If the requested backend lacks a fused operation but has its scan, the layer uses that scan,
-    # and no backend may compute the fused operation.
+    # For example, FPRNN_KERNELS=triton has selective_scan but not mamba_scan. Then no backend is
+    # returned for mamba_scan, so that the layer calls selective_scan.
     requested_operations = MODULES.get(requested, {})
     if operation not in requested_operations and FUSED.get(operation) in requested_operations:
         return []

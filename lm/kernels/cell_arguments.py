@@ -57,7 +57,7 @@ class Options(NamedTuple):
     groups: int  # number of groups of B and C
     norm: str  # one of NORMS
     norm_eps: float
-    states: int = 0  # n of FP-Mamba-2; 0: B and C end where the next part of the row begins
+    states: int  # n of FP-Mamba-2; other layers do not read it
 
 
 class Readout(NamedTuple):
@@ -187,7 +187,7 @@ def check_sizes(arguments: CellArguments) -> Sizes:
     b, length, d = arguments.x.shape
     heads, n = 1, 1  # FP-RNN has one state per channel
     if kind == "mamba2":
-        heads, n = len(arguments.A), _count_states(arguments)
+        heads, n = len(arguments.A), options.states
     elif kind == "mamba1":
         n = arguments.A.shape[-1]
     columns, y_columns = arguments.raw.shape[-1], len(arguments.weight_y)
@@ -231,16 +231,3 @@ def fits_a_gpu(r: int, d: int) -> bool:
         return 1 << (size - 1).bit_length()
 
     return r <= MAX_REFLECTIONS and round_up(r) * round_up(d) <= MAX_GPU_ENTRIES
-
-
-def _count_states(arguments):
-    """Return n of FP-Mamba-2; see `Options.states`."""
-    layout, options = arguments.layout, arguments.options
-    if options.states:
-        return options.states
-    bounds = (*layout, arguments.raw.shape[-1])  # starts of the parts, and the end of the row
-
-    def width(start):
-        return min((bound for bound in bounds if bound > start), default=start) - start
-
-    return min(width(layout.B), width(layout.C)) // options.groups

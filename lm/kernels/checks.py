@@ -165,7 +165,7 @@ def cell_deviation(
     layout = Layout(vectors=0, gates=r * d, B=B, C=B + n)
     mixer: dict[str, Any] = dict(rank=r, scale=1.0, act="silu", sequential=True, eps=1e-6)
     norms: dict[str, Any] = dict(bc_norm=True, norm="layer", norm_eps=1e-5)
-    options = Options(**mixer, **norms, contractive=None, groups=1)
+    options = Options(**mixer, **norms, contractive=None, groups=1, states=n)
 
     def wave(*shape):
         return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)

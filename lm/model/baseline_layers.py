@@ -398,8 +398,8 @@ def _plan_resets(u, seqs):
     length = shape[1]
     if seqs.starts is not None:
         length += int(is_start.sum(1).max())
-    # A reset stands one position before its document: scatter it to the position of the document in
-    # a row that is longer by one, and drop the first position.
+    # A reset belongs one position before its document: scatter it to the position of the document,
+    # in a row that is longer by one, and shift the row to the left by dropping the first position.
     is_reset = _scatter_tokens(is_start.unsqueeze(-1), positions, length + 1)[:, 1:]
     keeps_c = ~(is_reset | _scatter_tokens(is_token.unsqueeze(-1), positions, length))
     return positions, torch.cat([is_reset, keeps_c], -1)

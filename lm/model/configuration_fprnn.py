@@ -251,7 +251,7 @@ class FPRNNConfig(PretrainedConfig):
         config.layers = None
         if (self.kronecker_norm, self.contractive) == resolve_mixer_bounds(
             self.block, self.mixer, "auto", "auto"
-        ):  # they were "auto", and the layer may have another mixer with other bounds
+        ):  # they equal the values of "auto": resolve them again for the mixer of this layer
             config.kronecker_norm = config.contractive = "auto"
         if self.mixer_gate_init_bias == resolve_gate_init_bias(
             self.block, self.mixer, self._iterates(), "auto"

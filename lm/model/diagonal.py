@@ -254,9 +254,9 @@ class Mamba3(PlainLayer):
                 angle = angle + before.to(wide).unsqueeze(1)
             key = rotate_pairs(self._head_vectors(B, self.B_norm, self.B_bias), angle)
             query = rotate_pairs(self._head_vectors(C, self.C_norm, self.C_bias), angle)
-            # 3. Run the scan. It writes each token once, with its own weight plus the weight with
-            #    which the next token writes it again. The token's own output must not contain the
-            #    second part, so it is subtracted. (At the end of a document the second part enters
+            # 3. Run the scan. It writes each token once, with the sum of two weights: its own, and
+            #    the weight that the next token has for it. The token's own output must not contain
+            #    the second, so it is subtracted. (At the end of a document the second weight enters
             #    a state that no token reads.)
             next_weight = F.pad(previous_weight[:, 1:], (0, 0, 0, 1))
             weight = dt - previous_weight + next_weight

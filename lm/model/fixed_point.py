@@ -141,7 +141,7 @@ class FixedPointBlock(nn.Module):
         stats = solver.rescale_shares(stats, seqs.mask)._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
             stats = self._measure_num_iters(u, seqs, solver, stats)
-        else:  # remove the count of PaperIteration: ℓ* is defined with another tolerance
+        else:  # remove the count of PaperIteration, because ℓ* is measured with tolerance 0.1
             stats = stats._replace(
                 num_iters=None, converged=None, token_iters=None, other_solution=None
             )

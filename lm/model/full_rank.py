@@ -166,9 +166,8 @@ def _search(make_map, start, solve_dense):
 def _run_picard(make_map, start):
     """Iterate from `start` (b,l,d) with the paper's damping.
 
-    A token stops when it is solved (residual below INNER_TOL), and after MAX_PICARD_STEPS
-    iterations unless it is near a solution (residual below ROOT_TOL). Then it may iterate as often
-    again.
+    A token stops when it is solved (residual below INNER_TOL). After MAX_PICARD_STEPS iterations
+    only tokens near a solution (residual below ROOT_TOL) continue, for at most as many iterations.
 
     Returns:
         y (b,l,d), whether it is near a solution (b,l), and whether it is solved (b,l).

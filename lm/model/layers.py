@@ -339,9 +339,9 @@ class Centroids(nn.Module):
         """Read states through the centroids, in fp32 or wider.
 
         Args:
-            y: The states, (…,d); zero at the first token of a document. None: the call returns
-                `maps(dtype)` for a kernel, because adapters and offloading only affect calls of the
-                module.
+            y: The states, (…,d); zero at the first token of a document. None: return
+                `maps(dtype)` for a kernel. A kernel calls the module too, because adapters and
+                offloading change only calls.
             noise: Noise that is added to the states before they are read, (…,d), or None.
             dtype: Dtype of the maps.
 

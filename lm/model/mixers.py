@@ -361,9 +361,6 @@ class NonSelective(Mixer):
         """Return a bound of shape (1,): all tokens have the same matrix."""
         return super().bound(raw.new_zeros(0), weights)
 
-    def flops_per_token(self) -> int:
-        return 2 * self.d_inner**2
-
 
 @mixer("selective_dense")
 class SelectiveDense(Mixer):

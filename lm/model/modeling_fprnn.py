@@ -423,7 +423,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         is_finite = [all_finite(hidden)]  # read later, because each reading waits for the device
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
-                # The layer reads the returned tensor itself, so that this tensor gets a gradient.
+                # Return the very tensor that the layer reads: only this tensor gets a gradient.
                 hidden = hidden if residual is None else residual + hidden
                 residual = None
                 hidden_states.append(hidden)

@@ -116,7 +116,7 @@ class FPRNNCache:
     state: Any  # FPRNNState | None
     is_compileable = False
     is_croppable = False  # a recurrence cannot go back
-    is_linear = (False,)  # if True, transformers 5.24 does not cut the cached tokens off a prompt
+    is_linear = (False,)  # False: transformers 5.24 cuts the cached tokens off a prompt
 
     def __init__(self, state: FPRNNState | None = None, length: int = 0) -> None:
         self.state, self.length = state, length
@@ -137,12 +137,6 @@ class FPRNNCache:
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue from the state of row beam_idx[i] (beam search)."""
         self.state = self.state.select(beam_idx.to(self.state.stream_indices.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.state = self.state.select(self.state.stream_indices.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.reorder_cache(indices)
 
     def crop(self, max_length: int) -> None:
         raise ValueError(
@@ -326,7 +320,7 @@ def last_valid_tokens(
 ) -> torch.Tensor:
     """Return the last n tokens of each row that are not padding.
 
-    Tokens of earlier documents than the last are zero.
+    Tokens outside the row's last document are zero.
 
     Args:
         x: Vectors of the tokens, (b,l,…), with padding on the right.

@@ -454,7 +454,8 @@ class IteratedWindows(Solver):
 class PaperIteration(Solver):
     """All tokens at once: the paper's iteration and stopping rule (App. B.4).
 
-    Unlike in the other classes, the value is the y of the last gradient step, also in evaluation.
+    It returns y after the last gradient step, also in evaluation. The other classes return the
+    value of the solve.
     """
 
     def _solve(self, inputs):

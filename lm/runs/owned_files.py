@@ -1,7 +1,6 @@
 """Files that fprnn writes into a run directory or an export. Only these are ever deleted.
 
-A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`, in
-version 0.1 in SHA256SUMS.
+A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lm.common.files import printable, read_mapping, writing
-from lm.model.checksums import SUMS, read_sums
+from lm.model.checksums import SUMS
 
 EXPORT_RECORD = ".fprnn.json"  # lists the files of an export
 CARD = "README.md"  # model card of an export
@@ -81,19 +80,9 @@ def make_run_file_test(folder: Path) -> Callable[[str], bool]:
 
 def list_export_files(folder: Path) -> set[str]:
     """Return the names of the files of an export in a folder; an empty set without an export."""
-    record = read_mapping(folder / EXPORT_RECORD)
-    if record is not None:
-        names = record.get("files")
-        is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        return {*names, EXPORT_RECORD} if names and is_valid else set()
-    try:  # version 0.1: SHA256SUMS lists all files except the card
-        card = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-        sums = read_sums(folder)
-    except (OSError, ValueError):
-        return set()
-    if not sums or "fprnn" not in card:
-        return set()
-    return {name for name in (*sums, SUMS, CARD) if (folder / name).is_file()}
+    names = (read_mapping(folder / EXPORT_RECORD) or {}).get("files")
+    is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return {*names, EXPORT_RECORD} if names and is_valid else set()
 
 
 def describe_foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:

@@ -120,16 +120,8 @@ def selective_scan(
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
 
-    The result and its gradients do not depend on the number of threads.
-
-    Args:
-        x: (b,l,d), fp32 or fp64, as all other tensors.
-        dt: (b,l,d).
-        A: (d,n).
-        B: (b,l,n).
-        C: (b,l,n).
-        h0: State before the first token, (b,d,n); zero if None.
-        keep: (b,l), 0 at tokens that start from an empty state, else 1; not differentiated.
+    The arguments are as in `lm.model.scan.selective_scan`, all in fp32 or all in fp64. The result
+    and its gradients do not depend on the number of threads.
 
     Returns:
         y (b,l,d) and the final state (b,d,n).

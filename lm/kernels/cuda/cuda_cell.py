@@ -117,7 +117,7 @@ def _refuse_unsupported(arguments, sizes):
         f"d_inner {sizes.d}": sizes.d % 16 != 0 or sizes.d < MIN_BLOCKS * 16,
         # Only the first y_columns columns of a row depend on y; the kernels multiply W_y with y for
         # all columns of all parts.
-        "rows that read y only in part": any(
+        "layers in which only some of mixer, B and C read sh(y)": any(
             getattr(layout, name) + width > sizes.y_columns
             for name, width in _part_widths(sizes, options.rank).items()
         ),

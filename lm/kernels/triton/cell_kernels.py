@@ -50,8 +50,8 @@ SLOTS += ("grad_y", "max_lambda", "d_y_before", "mu")
 # Recomputed for a chunk: states after their decay (b,c,n,d), history H C (b,c,d), inflows (b,c,d),
 # units (b,c,2,g·n). The gradient of a token's units, without its part through B·C (b,2,g·n).
 SLOTS += ("H", "history", "inflows", "all_units", "d_units")
-# Gradients of the arguments; dD, d_norm_weight, d_norm_bias, and dA unless the layer is an FP-RNN
-# are sums over time.
+# Gradients of the arguments. dD, d_norm_weight and d_norm_bias are sums over time. So is dA, except
+# in an FP-RNN.
 SLOTS += ("d_raw", "dx", "ddt", "dA", "d_gate", "dD", "d_norm_weight", "d_norm_bias")
 
 # AT_NAME is the index of a slot.

@@ -505,17 +505,9 @@ def find_roots(
     gamma2: Tensor,
     floor: float,
 ) -> Roots:
-    """Solve the equations of many tokens.
+    """Solve the equations of many tokens, with the arguments of `lm.kernels.cpu.roots.find_roots`.
 
-    Args:
-        alpha: (n,r), as in `lm.kernels.cpu.roots.find_roots`. All tensors are on one GPU, in fp32,
-            bf16 or fp16.
-        beta: (n,r,r).
-        delta: (n,r).
-        gamma0: (n,).
-        gamma1: (n,r).
-        gamma2: (n,r,r).
-        floor: Lower bound of the expression under the square root.
+    All tensors are on one GPU, in fp32, bf16 or fp16.
 
     Returns:
         The Roots; s is in fp32.

@@ -543,18 +543,10 @@ def selective_scan(
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
 
-    The result and its gradients are the same in every run. Each tensor may be fp32, bf16 or fp16,
+    The arguments are as in `lm.model.scan.selective_scan`. Each tensor may be fp32, bf16 or fp16,
     with any strides. x, dt, B and C are copied unless their last stride is 1; A and h0 unless they
-    are stored as (n,d) and (b,n,d), as the final state is.
-
-    Args:
-        x: (b,l,d).
-        dt: (b,l,d).
-        A: (d,n).
-        B: (b,l,n).
-        C: (b,l,n).
-        h0: State before the first token, (b,d,n); zero if None.
-        keep: (b,l), 0 at tokens that start from an empty state, else 1; not differentiated.
+    are stored as (n,d) and (b,n,d), as the final state is. The result and its gradients are the
+    same in every run.
 
     Returns:
         y (b,l,d) and the final state (b,d,n), in fp32.

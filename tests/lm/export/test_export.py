@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 from lm.common.files import OutputError
 from lm.evaluation.language_model import load
 from lm.export.export import ExportError, export, identify_run
-from lm.export.folder import check_out_folder, draft_folder, publish, write_record
+from lm.export.folder import draft_folder, publish, write_record
 from lm.runs.checkpoint import find_newest_checkpoint
-from lm.runs.owned_files import EXPORT_RECORD, list_export_files
 from lm.training.reshard import consolidate_weights
 from tests.running import run_alone
 
@@ -156,20 +155,6 @@ def test_edited_card_is_replaced_only_with_overwrite(tiny_run, tmp_path):
     assert card.read_text().endswith("My own words.\n")
     export(tiny_run, out, overwrite=True)
     assert "My own words" not in card.read_text()
-
-
-def test_export_of_an_earlier_version_is_recognized(small_export, tmp_path):
-    out = Path(shutil.copytree(small_export, tmp_path / "out"))
-    expected = {path.name for path in out.iterdir()} - {EXPORT_RECORD}
-    (out / EXPORT_RECORD).unlink()
-    write_file(out, "train.py", "mine")
-    assert list_export_files(out) == expected
-    check_out_folder(out, {"name": "small", "seed": 0}, overwrite=False)
-    with pytest.raises(ExportError, match="another run, `small`"):
-        check_out_folder(out, {"name": "other", "seed": 0}, overwrite=False)
-    (out / "SHA256SUMS").unlink()
-    with pytest.raises(ExportError, match="holds no earlier export"):
-        check_out_folder(out, {"name": "small", "seed": 0}, overwrite=False)
 
 
 def test_export_after_a_killed_export_completes_it(small_export, tmp_path, monkeypatch):

@@ -381,7 +381,7 @@ def readout(d):
         (dict(rank=5), "5 reflections"),
         (dict(n=3), "3 states"),
         (dict(norm="none", without=("norm_weight", "norm_bias")), "the norm `none`"),
-        (dict(reading=1), "rows that read y only in part"),
+        (dict(reading=1), "layers in which only some of mixer, B and C read sh"),
         (dict(d=56), "d_inner 56"),  # no multiple of 16
         (dict(d=64, heads=4), "mamba2 layers"),
     ],
