@@ -1,4 +1,4 @@
-"""Models that the benchmarks compare: FP-Mamba, the paper's procedure, Mamba, and mamba-ssm."""
+"""Models that the benchmarks compare: FP-Mamba, the paper's procedure, and Mamba."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lm.model.scan import selective_scan_plain
 logging.set_verbosity_error()  # hides its note on missing Mamba kernels
 
 
-def use_kernels(name: str) -> mock._patch_dict:
+def use_kernels(name: str) -> contextlib.ContextDecorator:
     """Return a context manager (and decorator) that sets FPRNN_KERNELS."""
     return mock.patch.dict(os.environ, FPRNN_KERNELS=name)
 

@@ -31,7 +31,6 @@ def read_result(cfg: Config) -> dict:
     """Return the result of a finished run.
 
     Raises:
-        RunDirError: If the run has not finished.
         DamagedError: If its result cannot be read.
     """
     return RunDir(cfg.run_dir).read_result(("eval", "headline", "chance", "bars", "updates"))

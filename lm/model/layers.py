@@ -340,8 +340,8 @@ class Centroids(nn.Module):
 
         Args:
             y: The states, (…,d); zero at the first token of a document. None: return
-                `maps(dtype)` for a kernel. A kernel calls the module too, because adapters and
-                offloading change only calls.
+                `maps(dtype)` for a kernel. `Projections.readout` calls the module
+                instead of `maps`, because adapters and offloading change only calls of modules.
             noise: Noise that is added to the states before they are read, (…,d), or None.
             dtype: Dtype of the maps.
 

@@ -199,7 +199,8 @@ def _read_result(run: RunDir, remarks: list[str]) -> dict:
     except ValidationError as e:
         fault = e.errors()[0]
         key = ".".join(map(str, fault["loc"]))
-        remarks.append(f"{run.result} is damaged: `{key}`: {fault['msg']}")
+        message = fault["msg"].partition(" or instance")[0]  # without the name of a class
+        remarks.append(f"{run.result} is damaged: `{key}` is {fault['input']!r:.60}: {message}")
         return {}
     return result
 

@@ -34,8 +34,8 @@ class Lease:
     the boot to the start of the process), "job" (of Slurm), "since" (Unix seconds)}. A holder in
     the PID namespace of this process is dead if its process is gone; a suspended process still
     holds the lease. A holder elsewhere (another host or container) is dead if it does not touch the
-    file for PATIENCE_S. Only a change of the modification time counts, which works if clocks
-    differ and if the disk is full.
+    file for PATIENCE_S. Only a change of the modification time counts, so clocks may differ, and
+    the disk may be full.
 
     Args:
         path: The file.

@@ -12,6 +12,7 @@ SETTINGS = [
     {"layers": "mamba attention fp_mamba1", "n_layer": 3},
     {"schedule": "window:4"},
 ]
+FULL_RANK = {"schedule": "window:4", "mixer": "kronecker"}
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def make_padded_batch():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+@pytest.mark.parametrize("fields", [*SETTINGS, slow(FULL_RANK)], ids=str)
 def test_compiled_model_equals_the_model(fields, backend):
     """Compare logits, and in training mode the loss and every gradient."""
     model = build(**{"name": "fp_mamba1", **fields}).eval()

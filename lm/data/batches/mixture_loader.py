@@ -256,9 +256,8 @@ def skip_data(state: dict, later_state: dict) -> dict:
     """Return the state of a loader that skips the data between two of its states.
 
     The result has the position of `later_state` and the stages of `state`. If a stage has not ended
-    in `state`, its end moves back by the number of skipped sequences, so that the stage keeps its
-    number of updates.
-    States of a loader without stages are allowed.
+    in `state`, it ends later, by the number of skipped sequences, and so keeps its number of
+    updates. States of a loader without stages are allowed.
     """
     if "ends" not in state:
         return later_state

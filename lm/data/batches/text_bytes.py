@@ -155,7 +155,7 @@ def _check_lossless(
         ids = encode_documents(tokenizer, [text])
         decoded = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
         # Byte-level decoders decode added tokens such as "é" wrongly, because an added token is
-        # stored as plain text. Only the number of its bytes is checked.
+        # stored as plain text. For texts with added tokens only the number of bytes is checked.
         if count != len(text.encode()) or (text in TEXTS and decoded != text):
             raise UncountableError(
                 f"the tokenizer does not preserve text (it decodes the tokens of {text!r} to"

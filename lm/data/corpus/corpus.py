@@ -73,7 +73,10 @@ def open_folder(folder: Path) -> Corpus:
     """
     meta = read_meta(folder)
     if meta is None:
-        raise DataError(f"{folder} holds no prepared corpus, or an incomplete one: run `prepare`")
+        raise DataError(
+            f"{folder} holds no prepared corpus, or an incomplete one: start the run again, or run"
+            " `fprnn prepare`"
+        )
     check_sizes(folder, meta)
     train = integrity.TokenFile(folder / "train.bin", meta.dtype, meta.train_tokens)
     val = integrity.TokenFile(folder / "val.bin", meta.dtype, meta.val_tokens)

@@ -37,12 +37,12 @@ def make_keep(b, length):
     return (torch.rand(b, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
 
 
-# Every length, width d and number of states n, each next to small and large values of the others.
+# All lengths, widths d and numbers of states n occur, but not every combination.
 @pytest.mark.parametrize(
     "length, d, n",
     [
         *((1, 1, 64), (1, 100, 8), (2, 5, 16), (2, 64, 1), (7, 100, 64), (7, 1, 8), (7, 64, 16)),
-        *((64, 5, 64), (64, 1, 1), (64, 64, 8), (257, 5, 8), (257, 1, 16), (257, 100, 1)),
+        *((64, 5, 64), (64, 1, 1), (64, 64, 8), (257, 5, 64), (257, 1, 16), (257, 100, 1)),
     ],
 )
 def test_scan_and_gradients_equal_a_loop(length, d, n):

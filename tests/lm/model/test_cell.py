@@ -119,6 +119,7 @@ def test_root_solves_its_equation_and_is_picards(r, scale):
     first = slice(0, 40)
     expected = run_picard(coefficients.select(first), cell.MAX_PICARD_STEPS)
     has_converged = expected.isfinite().all(-1)
+    assert has_converged.sum() >= 30
     torch.testing.assert_close(
         s[first][has_converged], expected[has_converged], rtol=1e-6, atol=1e-8
     )

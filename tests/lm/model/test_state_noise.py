@@ -27,9 +27,9 @@ SCHEDULES = ("sequential", "window:4", "parallel")
 
 
 def make_cases(values):
-    """Return (model, schedule, value); two of three cases are slow."""
+    """Return (model, schedule, value). Quick are a third of the cases, and a compiled solve."""
     return [
-        case if (i + j) % 3 == 2 else slow(*case)
+        case if (i + j) % 3 == 2 or (i, j) == (1, 0) else slow(*case)
         for i, name in enumerate(MODELS)
         for j, schedule in enumerate(SCHEDULES)
         for case in [(name, schedule, values[(i + j) % 2])]
