@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from lm.common.console import say
@@ -21,6 +23,7 @@ PATIENCE_S = 30.0  # a holder on another host that does not touch it for this ti
 # `fprnn status` does not wait: it compares the last touch with the clock. A network file system may
 # show the touch up to a minute late.
 MAX_TOUCH_AGE_S = 60.0
+LOCK_TIMEOUT_S = 5.0  # the lock is held for milliseconds, unless its process is suspended
 
 
 class LeaseError(UserError, RuntimeError):
@@ -137,9 +140,13 @@ class Lease:
 
     def _remove(self, holder: dict) -> None:
         """Delete the holder's file, unless another process has replaced it in the meantime."""
-        # Several processes may try at once. Only one of them succeeds in renaming the file.
         renamed_path = self.path.with_name(f"{self.path.name}.{self.record['pid']}")
-        with contextlib.suppress(FileNotFoundError):
+        # Several processes may try at once. Without the lock, a process could rename the new lease
+        # of another, and a third could create its own before the renamed lease is restored.
+        with _lock_folder(self.path.parent), contextlib.suppress(FileNotFoundError):
+            if read_mapping(self.path) != holder:
+                return
+            # On file systems without locks, only one process succeeds in renaming the file.
             os.rename(self.path, renamed_path)
             if read_mapping(renamed_path) != holder and not self.path.exists():
                 os.rename(renamed_path, self.path)  # the new lease of another process: restore it
@@ -157,6 +164,25 @@ class Lease:
                 return
             with contextlib.suppress(OSError):  # the next touch may succeed
                 os.utime(self.path)
+
+
+@contextlib.contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder, if its file system has locks; wait at most LOCK_TIMEOUT_S for the lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # the file system has no locks
+                break
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def _describe_process() -> dict:

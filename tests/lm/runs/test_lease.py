@@ -190,6 +190,17 @@ def test_one_of_many_processes_gets_the_lease(path):
     assert sum(pid is not None for pid in results) == 1
 
 
+def test_new_lease_is_never_moved(path, monkeypatch):
+    """Between a move and its reversal, a third process could create its own lease."""
+    dead_holder = {**Lease(path).record, "started": 1}
+    lease = Lease(path)
+    lease.acquire()  # after another process has found the dead holder
+    monkeypatch.setattr(os, "rename", None)
+    Lease(path)._remove(dead_holder)
+    assert json.loads(path.read_text()) == lease.record
+    lease.release()
+
+
 def test_full_disk_leaves_no_empty_lease(path, monkeypatch):
     real_fdopen = os.fdopen
 
