@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -316,6 +318,32 @@ def printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(key): printable(item) for key, item in value.items()}
     return [printable(item) for item in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
+    """Lock a folder within the block against other processes that lock it.
+
+    Yield True if this process has the lock. Yield False if another process still has it after
+    `timeout_s` seconds, or if the file system has no locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + timeout_s
+    has_lock = False
+    try:
+        while not has_lock:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_lock = True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.01)
+            except OSError:  # the file system has no locks
+                break
+        yield has_lock
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def sync(path: Path | str) -> None:

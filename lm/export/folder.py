@@ -9,7 +9,6 @@ The *source* of an export is the run that was exported, as `identify_run` descri
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lm
-from lm.common.files import check_folder, printable, read_mapping, write_json, writing
+from lm.common.files import check_folder, lock_folder, printable, read_mapping, write_json, writing
 from lm.export.export_code import ExportError
 from lm.model.checksums import SUMS, read_sums
 from lm.runs.owned_files import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, list_export_files
@@ -112,7 +111,7 @@ def publish(new: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         os.replace(new, out)
         return
-    with _lock_folder(out) as has_lock:
+    with lock_folder(out) as has_lock:
         if not has_lock:
             raise ExportError(f"another process is exporting to {out}: try again")
         _replace_export(new, out)
@@ -174,26 +173,12 @@ def draft_folder(out: Path) -> Iterator[Path]:
     pattern = re.compile(rf"\.{re.escape(out.name)}-[a-z0-9_]{{8}}")
     for path in out.parent.iterdir():
         if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            with _lock_folder(path) as has_lock:
+            with lock_folder(path) as has_lock:
                 # A folder with other files is not a draft.
                 if has_lock and {entry.name for entry in path.iterdir()} <= {"export"}:
                     shutil.rmtree(path, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder,
-        _lock_folder(Path(folder)),
+        lock_folder(Path(folder)),
     ):
         yield Path(folder)
-
-
-@contextlib.contextmanager
-def _lock_folder(folder: Path) -> Iterator[bool]:
-    """Lock a folder within the block; yield False if another process has locked it."""
-    folder_fd = os.open(folder, os.O_RDONLY)
-    has_lock = False
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_lock = True
-        yield has_lock
-    finally:
-        os.close(folder_fd)

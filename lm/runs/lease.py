@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -11,12 +10,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from lm.common.console import say
 from lm.common.errors import UserError
-from lm.common.files import read_mapping, writing
+from lm.common.files import lock_folder, read_mapping, writing
 
 TOUCH_INTERVAL_S = 10.0  # seconds between two touches of the file by its holder
 PATIENCE_S = 30.0  # a holder on another host that does not touch it for this time is dead
@@ -143,7 +141,7 @@ class Lease:
         renamed_path = self.path.with_name(f"{self.path.name}.{self.record['pid']}")
         # Several processes may try at once. Without the lock, a process could rename the new lease
         # of another, and a third could create its own before the renamed lease is restored.
-        with _lock_folder(self.path.parent), contextlib.suppress(FileNotFoundError):
+        with lock_folder(self.path.parent, LOCK_TIMEOUT_S), contextlib.suppress(FileNotFoundError):
             if read_mapping(self.path) != holder:
                 return
             # On file systems without locks, only one process succeeds in renaming the file.
@@ -164,25 +162,6 @@ class Lease:
                 return
             with contextlib.suppress(OSError):  # the next touch may succeed
                 os.utime(self.path)
-
-
-@contextlib.contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder, if its file system has locks; wait at most LOCK_TIMEOUT_S for the lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:  # the file system has no locks
-                break
-        yield
-    finally:
-        os.close(descriptor)  # releases the lock
 
 
 def _describe_process() -> dict:

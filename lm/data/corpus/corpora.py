@@ -44,7 +44,7 @@ def prepare_sources(
     """Prepare the corpus of each source; print the shares of a mixture.
 
     Args:
-        progress: Called with the number of documents of a source so far.
+        progress: Called with the number of tokenised documents of a source.
 
     Raises:
         DataError, OutputError: As `prepare`.

@@ -20,7 +20,7 @@ from lm.data.corpus.tokenising import tokenise
 from lm.data.sources.errors import DataError
 
 RECORD = "corpus.json"  # file in RUN/data: names the corpus that the run uses
-ProgressCallback = Callable[[int], None]  # called with the number of documents so far
+ProgressCallback = Callable[[int], None]  # called with the number of tokenised documents
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def tokenise(
     Args:
         folder: Folder of the files, which is made if it is missing.
         fingerprint: Address of the corpus, for meta.json.
-        progress: Called with the number of documents so far.
+        progress: Called with the number of tokenised documents.
         check_source: Called after the last document; raises DataError if the text has changed.
 
     Raises:

@@ -12,9 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, FAILED, describe_user_error, exit_status
-from lm.common.files import CONTROL, OutputError, check_file, check_folder, write_text, writing
+from lm.common.files import (
+    CONTROL,
+    OutputError,
+    check_file,
+    check_folder,
+    lock_folder,
+    write_text,
+    writing,
+)
 from lm.export.export import write_export
-from lm.export.folder import _lock_folder
 from lm.model.checksums import SUMS
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from tests.refusals import refused
@@ -113,7 +120,7 @@ def test_export_through_a_link_and_after_a_killed_export(tmp_path, small_export)
     abandoned, busy = tmp_path / ".real-killed00", tmp_path / ".real-busy0000"
     for folder in (abandoned, busy):
         (folder / "export").mkdir(parents=True)
-    with _lock_folder(busy):
+    with lock_folder(busy):
         write_export(model, tmp_path / "out", small_export, "x", "")
     assert not abandoned.exists() and busy.exists()
 

@@ -103,7 +103,7 @@ QUICK = ("mixer-kronecker_spectral", "schedule-sequential", "schedule-window:4")
 
 
 def trial(name, answer):
-    """Return parameters of the test; slow where other cases cover the same code."""
+    """Return parameters of the test; slow if other cases cover the same code."""
     is_quick = answer and (name in QUICK or name.startswith("paper-"))
     return (name, answer) if name.startswith("kind-") or is_quick else slow(name, answer)
 
