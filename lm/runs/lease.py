@@ -141,7 +141,7 @@ class Lease:
         renamed_path = self.path.with_name(f"{self.path.name}.{self.record['pid']}")
         # Several processes may try at once. Without the lock, a process could rename the new lease
         # of another, and a third could create its own before the renamed lease is restored.
-        with lock_folder(self.path.parent, LOCK_TIMEOUT_S), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), lock_folder(self.path.parent, LOCK_TIMEOUT_S):
             if read_mapping(self.path) != holder:
                 return
             # On file systems without locks, only one process succeeds in renaming the file.
