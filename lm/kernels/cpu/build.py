@@ -1,6 +1,6 @@
-"""Compilation of the CPU kernels into a shared library, its cache, and calls with ctypes.
+"""Compilation of the CPU kernels into a shared library, and calls with ctypes.
 
-The library is compiled at first use and kept in the user's cache. Each of its functions takes one
+The library is compiled at first use. Each of its functions takes one
 struct of sizes, real numbers and addresses of 8 bytes each. Callers pack the struct into bytes,
 because ctypes would take microseconds to convert that many arguments one by one.
 """
@@ -9,18 +9,16 @@ import ctypes
 import functools
 import hashlib
 import math
-import os
 import platform
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from lm.kernels import Unsupported
+from lm.kernels.cache import find_or_make, print_note
 from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
@@ -98,9 +96,7 @@ def load_functions() -> dict:
 def build() -> Path:
     """Return the shared library for these sources, this compiler and this CPU.
 
-    A library from the cache is used if its checksum, the last part of its file name, is correct:
-    loading a damaged library would end the process by SIGSEGV or SIGBUS. Otherwise the library is
-    compiled.
+    The library is compiled unless the cache contains it.
 
     Raises:
         RuntimeError: If there is no compiler, or if the compilation fails.
@@ -119,67 +115,27 @@ def build() -> Path:
     key = hashlib.sha256()
     for part in (*texts, *flags, version, _describe_cpu()):
         key.update(part.encode() + b"\0")
-    folder, name = open_cache_folder(), f"cpu-{key.hexdigest()[:24]}"
-    for library in sorted(folder.glob(f"{name}-*.so")):
-        if library.stem == f"{name}-{compute_checksum(library)}":
-            return library
-        _print_note(f"the compiled kernels {library} are damaged (wrong checksum) and are removed")
-        library.unlink(missing_ok=True)
-    return _compile([compiler, *flags], folder, name)
+    compile_sources = functools.partial(_compile, [compiler, *flags])
+    return find_or_make(f"cpu-{key.hexdigest()[:24]}", ".so", compile_sources)
 
 
-def open_cache_folder() -> Path:
-    """Create the cache folder if necessary, and check that only this user can write into it.
-
-    Raises:
-        OSError: If the folder cannot be created, or if another user can write into it: a library
-            in it would run with this user's rights.
-        RuntimeError: If there is no home directory.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "fprnn" / "kernels"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        raise OSError(
-            f"other users can write into {folder}, and a library from there would run with your"
-            f" rights: chown and chmod go-w {folder}, or set XDG_CACHE_HOME to a folder of yours"
-        )
-    return folder
-
-
-def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:
-    """Compile the sources into `folder`/`name`-CHECKSUM.so.
+def _compile(compiler, library):
+    """Compile the sources into a shared library.
 
     Args:
         compiler: Command of the compiler and its flags.
-        folder: The cache folder.
-        name: First part of the file name.
+        library: Path of the library.
     """
-    _print_note(f"compiling the CPU kernels into {folder}: up to 2 minutes, only the first time")
-    # Other processes may compile the same library: each uses a temporary folder and moves its
-    # result in one step.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        library = Path(temporary) / f"{name}.so"
-        objects = [str(Path(temporary) / f"{source}.o") for source in SOURCES]
-        _run_all(
-            [*compiler, "-c", str(HERE / source), "-o", output]
-            for source, output in zip(SOURCES, objects)
-        )
-        _run_all([[*compiler, *objects, "-o", str(library)]])
-        return library.replace(folder / f"{name}-{compute_checksum(library)}.so")
-
-
-def compute_checksum(path: Path) -> str:
-    """Return the first 24 hex digits of the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
-
-
-def _print_note(text: str) -> None:
-    """Print a note on rank 0, to stderr so that it is not part of a command's output."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"note: {text}", file=sys.stderr, flush=True)
+    print_note(
+        f"compiling the CPU kernels into {library.parent.parent}: up to 2 minutes, only the first"
+        " time"
+    )
+    objects = [str(library.with_name(f"{source}.o")) for source in SOURCES]
+    _run_all(
+        [*compiler, "-c", str(HERE / source), "-o", output]
+        for source, output in zip(SOURCES, objects)
+    )
+    _run_all([[*compiler, *objects, "-o", str(library)]])
 
 
 def _run_all(commands):

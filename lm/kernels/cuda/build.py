@@ -10,14 +10,13 @@ import functools
 import hashlib
 import itertools
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu.build import compute_checksum, open_cache_folder
+from lm.kernels.cache import find_or_make
 from lm.kernels.cuda.interface import PACKED, STATES, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
@@ -108,7 +107,7 @@ def _check(result, module):
 
 
 def _load_cubin(partition, capability):
-    """Return the compiled kernels, from the cache if they are there and undamaged."""
+    """Return the compiled kernels, from the cache if possible."""
     from cuda.bindings import nvrtc
 
     version = ".".join(map(str, _check(nvrtc.nvrtcVersion(), nvrtc)))
@@ -116,18 +115,11 @@ def _load_cubin(partition, capability):
     options = _options(partition, capability)
     for part in (version, *options, *map(repr, _read_sources().items())):
         key.update(part.encode() + b"\0")
-    folder, name = open_cache_folder(), f"cuda-{key.hexdigest()[:24]}"
-    for path in sorted(folder.glob(f"{name}-*.cubin")):
-        if path.stem == f"{name}-{compute_checksum(path)}":
-            return path.read_bytes()
-        path.unlink(missing_ok=True)
-    cubin, _ = compile_cubin(partition, capability)
-    # Other processes may compile the same kernels: each moves its result in one step.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        path = Path(temporary) / "cell.cubin"
-        path.write_bytes(cubin)
-        path.replace(folder / f"{name}-{compute_checksum(path)}.cubin")
-    return cubin
+
+    def compile_to(path):
+        path.write_bytes(compile_cubin(partition, capability)[0])
+
+    return find_or_make(f"cuda-{key.hexdigest()[:24]}", ".cubin", compile_to).read_bytes()
 
 
 def count_shared_bytes(d: int, channels: int, crews: int, reflections: int) -> int:

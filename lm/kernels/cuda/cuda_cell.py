@@ -23,19 +23,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lm.kernels import Unsupported, cell_arguments
+from lm.kernels import Unsupported, cell_arguments, gpu_cell
 from lm.kernels.cell_arguments import (
     ACTS,
-    DIFFERENTIABLE,
     CellArguments,
     Sizes,
-    as_cell_arguments,
     check_sizes,
     expected_shapes,
 )
-from lm.kernels.checks import cell_deviation, find_fault, find_gpu_fault, needs_grad
+from lm.kernels.checks import cell_deviation, find_fault, find_gpu_fault
 from lm.kernels.cuda.build import MAX_REFLECTIONS, MIN_BLOCKS, load_kernels
 from lm.kernels.cuda.interface import (
     INTEGERS,
@@ -48,6 +45,7 @@ from lm.kernels.cuda.interface import (
     Kernels,
     Partition,
 )
+from lm.kernels.gpu_cell import SolvedLayer
 
 # Tokens between two saved states; the backward pass recomputes the others. The recomputed states
 # of a chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
@@ -262,115 +260,67 @@ def _forward(problem):
     return results
 
 
-def _backward(problem, results, grad_y):
-    """Run the backward pass.
+def _backward(problem, saved, grad_y):
+    """Run the backward pass; see `compute_grads` of lm/kernels/gpu_cell.py.
 
     Args:
-        problem: The Problem.
-        results: Tensors of `_forward`, by name.
-        grad_y: Gradient of y, (b,l,d) in fp32.
-
-    Returns:
-        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint of each sequence,
-        max_t ‖λ_t‖ / max_t ‖∂y_t‖, shape (b,); see `adjoint` of CellArguments.
+        problem: The Problem, without tensors.
+        saved: Tensors of the Problem and of `_forward`, by name.
+        grad_y: Gradient of y, (b,l,d).
     """
-    sizes, tensors = problem.sizes, problem.tensors
+    sizes, like, partition = problem.sizes, saved["x"], problem.kernels.partition
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
-    like, partition = tensors["x"], problem.kernels.partition
     # Gradients that the kernels compute per sequence, (b,d), by the names of their parameters.
     summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}
-    summed = {name: slot for name, slot in summed.items() if tensors[name] is not None}
+    summed = {name: slot for name, slot in summed.items() if saved[name] is not None}
     lanes = partition.blocks * partition.crews * partition.warps * 32
     buffers = {
-        "grad_y": grad_y,
+        "grad_y": grad_y.float().contiguous(),
         "largest": like.new_zeros(b),
-        "d_raw": _make_row_gradient(problem.arguments, sizes, tensors["raw"]),
+        "d_raw": _make_row_gradient(problem.arguments, sizes, saved["rows"]),
         "dx": like.new_empty(b, length, d),
         "ddt": like.new_empty(b, length, d),
-        "d_gate": None if tensors["gate"] is None else like.new_empty(b, length, d),
+        "d_gate": None if saved["gate"] is None else like.new_empty(b, length, d),
         "dA": like.new_zeros(b, n, d),
         # The states of a chunk, recomputed: a lane has four states of each of its items.
         "H": like.new_empty(lanes * CHUNK * problem.kernels.items * 4),
         **{slot: like.new_zeros(b, d) for slot in summed.values()},
     }
-    _run(problem, True, {**tensors, "weight": tensors["weight_y"], **results, **buffers})
+    _run(problem, True, {**saved, "weight": saved["weight_y"], **buffers})
     grads = {
         "raw": buffers["d_raw"],
-        "weight_y": _compute_weight_gradient(buffers["d_raw"], tensors, results["y"]),
         "x": buffers["dx"],
         "dt": buffers["ddt"],
         "A": buffers["dA"].sum(0).t(),
         "gate": buffers["d_gate"],
-        **{name: buffers[slot].sum(0) for name, slot in summed.items()},
+        **{name: buffers[slot] for name, slot in summed.items()},
     }
-    max_grad_norm = like.new_zeros(b)
-    if length:  # a maximum of no tokens would be an error
-        max_grad_norm = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
-    return grads, torch.where(max_grad_norm == 0, 0, buffers["largest"] / max_grad_norm)
+    return grads, buffers["largest"]
 
 
-def _make_row_gradient(arguments, sizes, raw):
-    """Return a tensor like `raw`: zero in columns outside all parts, uninitialized in others."""
+def _make_row_gradient(arguments, sizes, rows):
+    """Return a tensor like `rows`: zero in columns outside all parts, uninitialized in others."""
     widths, firsts = _part_widths(sizes, arguments.options.rank), arguments.layout._asdict()
     parts = sorted((first, first + widths[name]) for name, first in firsts.items())
-    d_raw, end = torch.empty_like(raw), 0
+    d_raw, end = torch.empty_like(rows), 0
     for first, next_end in [*parts, (sizes.columns, 0)]:
         d_raw[..., end:first] = 0
         end = next_end
     return d_raw
 
 
-def _compute_weight_gradient(d_raw, tensors, y):
-    """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
-    y0, keep, weight_y = (tensors[name] for name in ("y0", "keep", "weight_y"))
-    y_before = torch.empty_like(y, dtype=weight_y.dtype)
-    y_before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
-    y_before[:, 1:] = y[:, :-1]
-    if keep is not None:
-        y_before *= keep.unsqueeze(-1)
-    return d_raw[..., : len(weight_y)].flatten(0, 1).t() @ y_before.flatten(0, 1)
-
-
-class _Cell(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, arguments, *inputs):
-        """Solve a layer and save what its gradient needs.
-
-        `inputs` are the tensors of `arguments` that have a gradient: autograd finds them only if
-        they are separate inputs.
-        """
-        problem = _prepare(arguments, True)
-        results = _forward(problem)
-        state = results.pop("state").transpose(1, 2)
-        ctx.mark_non_differentiable(state, results["outcome"])
-        ctx.set_materialize_grads(False)
-        problem.tensors["raw"] = None  # the rows contain it
-        ctx.save_for_backward(*problem.tensors.values(), *results.values())
-        ctx.tensor_names, ctx.result_names = [*problem.tensors], [*results]
-        ctx.problem = problem._replace(tensors={}, arguments=_without_tensors(arguments))
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-        ctx.adjoint = arguments.adjoint
-        return results["y"], state, results["outcome"]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y, *_):
-        saved = ctx.saved_tensors
-        tensors = dict(zip(ctx.tensor_names, saved))
-        results = dict(zip(ctx.result_names, saved[len(tensors) :]))
-        tensors["raw"] = results["rows"]  # has the shape and dtype of raw, which was not saved
-        grad_y = torch.zeros_like(results["y"]) if grad_y is None else grad_y.float().contiguous()
-        grads, adjoint = _backward(ctx.problem._replace(tensors=tensors), results, grad_y)
-        if ctx.adjoint is not None:
-            ctx.adjoint.copy_(adjoint)
-        ordered = [grads.get(name) for name in DIFFERENTIABLE]
-        ordered = [None if g is None else g.to(dtype) for g, dtype in zip(ordered, ctx.dtypes)]
-        return None, *ordered
-
-
-def _without_tensors(arguments):
-    """Return arguments that hold only the layout and the options."""
-    return CellArguments(*arguments[:2], *(None for _ in arguments[2:]))
+def _solve(arguments, saves_for_backward):
+    """Solve a layer; see `solve_layer` of lm/kernels/gpu_cell.py."""
+    problem = _prepare(arguments, saves_for_backward)
+    results = _forward(problem)
+    y, outcome = results["y"], results["outcome"]
+    state = results.pop("state").transpose(1, 2)
+    if not saves_for_backward:
+        return SolvedLayer(y, state, outcome)
+    saved = {**problem.tensors, **results, "raw": None}  # the rows contain raw
+    without_tensors = CellArguments(*arguments[:2], *(None for _ in arguments[2:]))
+    problem = problem._replace(tensors={}, arguments=without_tensors)
+    return SolvedLayer(y, state, outcome, saved, functools.partial(_backward, problem))
 
 
 def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -388,9 +338,4 @@ def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, 
         ValueError: If a shape or an option is wrong.
         Unsupported: If the kernels have no code for the layer, or do not fit the GPU.
     """
-    arguments = as_cell_arguments(arguments)
-    inputs = [getattr(arguments, name) for name in DIFFERENTIABLE]
-    if needs_grad(*inputs):
-        return _Cell.apply(arguments, *inputs)
-    results = _forward(_prepare(arguments, False))
-    return results["y"], results["state"].transpose(1, 2), results["outcome"]
+    return gpu_cell.solve(_solve, arguments)

@@ -23,20 +23,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lm.kernels import Unsupported, cell_arguments
+from lm.kernels import Unsupported, cell_arguments, gpu_cell
 from lm.kernels.cell_arguments import (
-    DIFFERENTIABLE,
     CellArguments,
     Layout,
     Options,
     Sizes,
-    as_cell_arguments,
     check_sizes,
     expected_shapes,
 )
-from lm.kernels.checks import cell_deviation, needs_grad
+from lm.kernels.checks import cell_deviation
+from lm.kernels.gpu_cell import SolvedLayer
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton import cell_kernels
 from lm.kernels.triton.build import INTERPRETED, check
@@ -403,26 +401,20 @@ def _forward(plan, sizes, tensors):
 
 
 def _backward(plan, sizes, saved, grad_y):
-    """Run the backward pass.
+    """Run the backward pass; see `compute_grads` of lm/kernels/gpu_cell.py.
 
     Args:
         plan: The Plan of the forward pass.
         sizes: The Sizes.
         saved: Tensors of `_prepare` and `_forward`, by name.
-        grad_y: Gradient of y, fp32.
-
-    Returns:
-        Gradients by the names of DIFFERENTIABLE, and `adjoint` of CellArguments, (b,).
+        grad_y: Gradient of y, (b,l,d).
     """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     zeros, empty = saved["x"].new_zeros, saved["x"].new_empty
     unit_entries = 2 * plan.options.groups * n  # B and C of a token
-    max_grad_norm = zeros(b)
-    if length:
-        max_grad_norm = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
     buffers = {
         "weight": saved["weight_y"],
-        "grad_y": grad_y,
+        "grad_y": _align_fp32(grad_y),
         "max_lambda": zeros(b),
         "d_y_before": zeros(b, d),
         "mu": zeros(b, n * d),
@@ -440,7 +432,7 @@ def _backward(plan, sizes, saved, grad_y):
         buffers["all_units"] = empty(b, plan.chunk, unit_entries)
         buffers["d_units"] = empty(b, unit_entries)
         buffers["dA"] = zeros(b, n * d if sizes.kind == "mamba1" else d)
-    # The kernels sum the gradients of these vectors over time, and torch sums them over the batch.
+    # Gradients that the kernels compute per sequence, (b,d), by the names of their parameters.
     sum_slots = {"D": "dD", "norm_weight": "d_norm_weight", "norm_bias": "d_norm_bias"}
     sum_slots = {name: slot for name, slot in sum_slots.items() if saved[name] is not None}
     buffers |= {slot: zeros(b, d) for slot in sum_slots.values()}
@@ -451,14 +443,13 @@ def _backward(plan, sizes, saved, grad_y):
     d_dt, d_A = _reduce_time_gradients(buffers["ddt"], buffers["dA"], sizes)
     grads = {
         "raw": buffers["d_raw"],
-        "weight_y": _weight_gradient(buffers["d_raw"], saved, sizes),
         "x": buffers["dx"],
         "dt": d_dt,
         "A": d_A,
         "gate": buffers.get("d_gate"),
-        **{name: buffers[slot].sum(0) for name, slot in sum_slots.items()},
+        **{name: buffers[slot] for name, slot in sum_slots.items()},
     }
-    return grads, torch.where(max_grad_norm == 0, 0, buffers["max_lambda"] / max_grad_norm)
+    return grads, buffers["max_lambda"]
 
 
 def _reduce_time_gradients(ddt, dA, sizes):
@@ -471,61 +462,18 @@ def _reduce_time_gradients(ddt, dA, sizes):
     return ddt, dA
 
 
-def _weight_gradient(d_raw, saved, sizes):
-    """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
-    y, y0, keep, weight_y = (saved[name] for name in ("y", "y0", "keep", "weight_y"))
-    y_before = torch.empty_like(y, dtype=weight_y.dtype)
-    y_before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
-    y_before[:, 1:] = y[:, :-1]
-    if keep is not None:
-        y_before *= keep.unsqueeze(-1)
-    d_rows = d_raw[..., : sizes.y_columns].flatten(0, 1).to(weight_y.dtype)
-    return d_rows.t() @ y_before.flatten(0, 1)
-
-
-class _Cell(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, arguments, *inputs):
-        """Solve a layer and save what its gradient needs.
-
-        `inputs` are the tensors of `arguments` that have a gradient, because autograd finds only
-        tensors that are inputs themselves.
-        """
-        sizes, tensors = _prepare(arguments)
-        plan = _make_plan(arguments, sizes, tensors, is_differentiable=True)
-        results = _forward(plan, sizes, tensors)
-        saved_names = ("y", "outcome", "rows", "roots", "checkpoints")
-        state = _view_state(results["state"], sizes)
-        ctx.mark_non_differentiable(state, results["outcome"])
-        ctx.set_materialize_grads(False)
-        tensors["raw"] = None  # the backward pass reads the rows instead
-        ctx.save_for_backward(*tensors.values(), *(results.get(name) for name in saved_names))
-        ctx.names = *tensors, *saved_names
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-        ctx.plan, ctx.sizes, ctx.adjoint = plan, sizes, arguments.adjoint
-        return results["y"], state, results["outcome"]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y, *_):
-        saved = dict(zip(ctx.names, ctx.saved_tensors))
-        grad_y = torch.zeros_like(saved["y"]) if grad_y is None else _align_fp32(grad_y)
-        grads, adjoint = _backward(ctx.plan, ctx.sizes, saved, grad_y)
-        if ctx.adjoint is not None:
-            ctx.adjoint.copy_(adjoint)
-        grads = [grads.get(name) for name in DIFFERENTIABLE]
-        grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes)]
-        return None, *grads  # None: `arguments` has no gradient
-
-
-def _solve(arguments):
-    inputs = [getattr(arguments, name) for name in DIFFERENTIABLE]
-    if needs_grad(*inputs):
-        return _Cell.apply(arguments, *inputs)
+def _solve(arguments, saves_for_backward):
+    """Solve a layer; see `solve_layer` of lm/kernels/gpu_cell.py."""
     sizes, tensors = _prepare(arguments)
-    plan = _make_plan(arguments, sizes, tensors, is_differentiable=False)
+    plan = _make_plan(arguments, sizes, tensors, saves_for_backward)
     results = _forward(plan, sizes, tensors)
-    return results["y"], _view_state(results["state"], sizes), results["outcome"]
+    solved = SolvedLayer(results["y"], _view_state(results["state"], sizes), results["outcome"])
+    if not saves_for_backward:
+        return solved
+    saved_names = ("y", "outcome", "rows", "roots", "checkpoints")
+    saved = {**tensors, "raw": None}  # the rows contain raw
+    saved |= {name: results.get(name) for name in saved_names}
+    return solved._replace(saved=saved, compute_grads=functools.partial(_backward, plan, sizes))
 
 
 def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -543,4 +491,4 @@ def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, 
         ValueError: If a shape or an option is wrong.
         Unsupported: If the kernels do not support a dtype, the rank, the width or the readout.
     """
-    return _solve(as_cell_arguments(arguments))
+    return gpu_cell.solve(_solve, arguments)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lm import kernels
-from lm.kernels import Unsupported
-from lm.kernels.cell_arguments import CellArguments, Readout
+from lm.kernels import Unsupported, gpu_cell
+from lm.kernels.cell_arguments import DIFFERENTIABLE, CellArguments, Readout
 from lm.kernels.cpu import cpu_cell
 from lm.kernels.cuda import cuda_cell
 from lm.kernels.cuda.build import (
@@ -22,7 +22,6 @@ from lm.kernels.cuda.build import (
     compile_cubin,
     count_shared_bytes,
 )
-from lm.kernels.cuda.cuda_cell import DIFFERENTIABLE
 from lm.kernels.cuda.interface import INTEGERS, NUMBERS, POINTERS, Partition
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -441,8 +440,8 @@ def test_partition_with_a_fault_is_refused(emulate, monkeypatch):
     evaluate_emulated(make_problem(b=1))
     assert cuda_cell._faults == {(SMALL, torch.device("cpu")): ""}
     cuda_cell._faults.clear()
-    compute = cuda_cell._compute_weight_gradient
-    monkeypatch.setattr(cuda_cell, "_compute_weight_gradient", lambda *args: 1.5 * compute(*args))
+    compute = gpu_cell.compute_weight_grad
+    monkeypatch.setattr(gpu_cell, "compute_weight_grad", lambda *args: 1.5 * compute(*args))
     with pytest.raises(Unsupported, match="the persistent kernels differ from plain PyTorch"):
         evaluate_emulated(make_problem(b=1))
 
@@ -544,8 +543,8 @@ def test_model_uses_the_kernel_if_it_is_named(emulate, monkeypatch):
 def test_self_check_passes_and_notices_a_fault(emulate, monkeypatch):
     emulate(Partition(192, 16, 8, 1, 1))
     assert cuda_cell._self_check() < 1
-    compute = cuda_cell._compute_weight_gradient
-    monkeypatch.setattr(cuda_cell, "_compute_weight_gradient", lambda *args: 1.5 * compute(*args))
+    compute = gpu_cell.compute_weight_grad
+    monkeypatch.setattr(gpu_cell, "compute_weight_grad", lambda *args: 1.5 * compute(*args))
     assert not cuda_cell._self_check() < 1
 
 
